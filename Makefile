@@ -1,0 +1,78 @@
+# Each target does its own set-up in .venv and is quick the second time.
+#
+#   make demo       a small random model, prefill, steps
+#   make test       every test             (PYTEST_ARGS="-k name" to choose)
+#   make bench      the benchmarks
+#   make lint       ruff, mypy, clang-format: changes nothing
+#   make format     ruff and clang-format: rewrites
+#   make sanitize   the boundary and parity tests under AddressSanitizer and UBSan
+#   make lib        compile csrc alone, after a change
+#   make clean      remove all that the others made
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+SANITIZE_TESTS := tests -m sanitize
+TYPED          := pyggml_slowar setup.py $(wildcard tests benchmarks examples)
+CSRC            = $(wildcard csrc/*.h csrc/*.cpp csrc/reference/*.h csrc/reference/*.cpp)
+
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+# Where setup.py builds.
+TREE = build/$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')
+
+.DELETE_ON_ERROR:
+.PHONY: demo test bench lint format sanitize lib clean
+
+demo: lib
+	$(BIN)/python examples/demo.py
+
+test: lib $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: lib $(VENV)/.test
+	$(BIN)/python -m pytest benchmarks $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+# The runtimes must be in the process before Python is. Its own leaks are not our subject.
+sanitize: lib $(VENV)/.test
+	$(BIN)/python setup.py -q libslowar --inplace --sanitize
+	LD_PRELOAD="$$(for so in libasan.so libubsan.so libstdc++.so.6; do $${CXX:-c++} -print-file-name=$$so; done | tr '\n' ' ')" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:abort_on_error=1 \
+	UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	SLOWAR_LIBRARY="$(CURDIR)/$(TREE)/asan/libslowar.so" \
+	$(BIN)/python -m pytest $(SANITIZE_TESTS) $(PYTEST_ARGS)
+
+lib: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q libslowar --inplace
+
+clean:
+	rm -rf build dist $(VENV) *.egg-info pyggml_slowar/libslowar.* pyggml_slowar/slowar.h pyggml_slowar/licenses
+
+# Set-up. A stamp is as old as the last change to what is installed.
+
+$(BIN)/python:
+	$(PYTHON) -m venv --clear $(VENV)
+
+$(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
+	$(PIP_INSTALL) -e '.[native]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[lint,test]'
+	touch $@

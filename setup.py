@@ -1,0 +1,209 @@
+"""Build libslowar with CMake and put it, with its header, into the package.
+
+The metadata is in pyproject.toml. What is here is one command, ``libslowar``, that every way of
+building runs: ``pip install .``, ``pip install -e .``, ``python -m build``, ``make lib``.
+
+Environment: ``CMAKE_ARGS`` holds options for CMake (``-DGGML_CUDA=ON``), ``CC``, ``CXX``,
+``CFLAGS``, ``CXXFLAGS`` and ``CMAKE_BUILD_PARALLEL_LEVEL`` mean what they mean everywhere,
+``SLOWAR_GGML_DIR`` and ``SLOWAR_GGML_SDIST`` are described in cmake/ggml.cmake.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Command, Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+from setuptools.errors import ExecError
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = "pyggml_slowar"
+
+# A CMake cache remembers the first value of each of these, so another value starts a new cache.
+REMEMBERED = (
+    "CMAKE_ARGS",
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "SLOWAR_GGML_DIR",
+    "SLOWAR_GGML_SDIST",
+)
+
+
+class BinaryDistribution(Distribution):
+    """A distribution that holds a compiled library although it has no Python extension."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for any Python 3 of one platform: the library knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class FreshBuild(build):
+    """Stages into an empty folder, so that no file of an earlier build enters a wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class BuildLibslowar(Command):
+    """Configure, compile, and copy the library, its header and ggml's licence."""
+
+    description = "build libslowar with CMake"
+    user_options = [
+        ("build-lib=", "d", "folder to copy into"),
+        ("inplace", "i", "copy into the source tree instead"),
+        ("sanitize", None, "build the sanitized library too (it stays in the build folder)"),
+    ]
+    boolean_options = ["inplace", "sanitize"]
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+        self.inplace = False
+        self.sanitize = False
+        self.editable_mode = False  # set by setuptools
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        # Not under build_base: this folder outlives every build, so that the next one is quick.
+        tree = ROOT / "build" / sysconfig.get_platform()
+        tree.mkdir(parents=True, exist_ok=True)
+        configure(tree)
+        compile_targets(tree, ["slowar", "slowar_asan"] if self.sanitize else ["slowar"])
+        for source, target in zip(self.products(tree), self.targets(), strict=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_if_changed(source, target)
+
+    @staticmethod
+    def products(tree: Path) -> list[Path]:
+        return [
+            tree / "lib" / library_name(),
+            ROOT / "csrc" / "slowar.h",
+            tree / "licenses" / "ggml.txt",
+        ]
+
+    def targets(self) -> list[Path]:
+        in_source = self.inplace or self.editable_mode
+        folder = (ROOT if in_source else Path(self.build_lib or "")) / PACKAGE
+        return [folder / library_name(), folder / "slowar.h", folder / "licenses" / "ggml.txt"]
+
+    # The rest is what setuptools asks of a step of a build.
+
+    def get_source_files(self) -> list[str]:
+        return []  # MANIFEST.in names them
+
+    def get_outputs(self) -> list[str]:
+        return [] if self.editable_mode else [str(path) for path in self.targets()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+def library_name() -> str:
+    return "libslowar.dylib" if sys.platform == "darwin" else "libslowar.so"
+
+
+def configure(tree: Path) -> None:
+    """Run CMake's first step in ``tree``, from scratch only when its inputs changed."""
+    inputs = json.dumps({"source": str(ROOT), **{k: os.environ.get(k, "") for k in REMEMBERED}})
+    record = tree / "slowar-inputs.json"
+    known = record.exists() and record.read_text(encoding="utf-8") == inputs
+    record.unlink(missing_ok=True)
+    reason = tree / "slowar-error.txt"
+    reason.unlink(missing_ok=True)
+
+    # Under pip's build isolation cmake and ninja lie in a folder of another name each time: the
+    # cache must be told where ninja is now.
+    ninja = shutil.which("ninja")
+    command = [
+        find_cmake(),
+        "-S",
+        str(ROOT),
+        "-B",
+        str(tree),
+        *([] if known else ["--fresh"]),
+        *(["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []),
+        f"-DSLOWAR_PYTHON={sys.executable}",
+        *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+    ]
+    if run(command) != 0:
+        if reason.exists():
+            raise ExecError(reason.read_text(encoding="utf-8").strip())
+        raise ExecError(
+            "CMake could not configure libslowar: its own words are above; if an option in "
+            "CMAKE_ARGS asks for a backend, install that backend's toolkit or drop the option."
+        )
+    record.write_text(inputs, encoding="utf-8")
+
+
+def compile_targets(tree: Path, targets: list[str]) -> None:
+    if run([find_cmake(), "--build", str(tree), "--parallel", *jobs(), "--target", *targets]) != 0:
+        raise ExecError(
+            "libslowar did not compile: the compiler's first error is above; a C++17 compiler "
+            "(gcc 9, clang 10 or newer) and about 2 GB of memory per job are needed "
+            "(CMAKE_BUILD_PARALLEL_LEVEL=1 uses the least)."
+        )
+
+
+def jobs() -> list[str]:
+    """The number of compilers to run, unless the environment says."""
+    if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ:
+        return [os.environ["CMAKE_BUILD_PARALLEL_LEVEL"]]
+    if hasattr(os, "sched_getaffinity"):
+        return [str(len(os.sched_getaffinity(0)))]
+    return [str(os.cpu_count() or 1)]
+
+
+def find_cmake() -> str:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise ExecError(
+            "CMake was not found: run `pip install cmake ninja`, or build without "
+            "--no-build-isolation, which installs both by itself."
+        )
+    return cmake
+
+
+def run(command: list[str]) -> int:
+    print("+", shlex.join(command), flush=True)
+    return subprocess.run(command, check=False).returncode
+
+
+def replace_if_changed(source: Path, target: Path) -> None:
+    """Copy by rename: a process that has the old library mapped keeps it."""
+    if target.exists() and target.read_bytes() == source.read_bytes():
+        return
+    scratch = target.with_name(target.name + ".new")
+    shutil.copyfile(source, scratch)
+    scratch.replace(target)
+
+
+FreshBuild.sub_commands = [*build.sub_commands, ("libslowar", None)]
+
+if __name__ == "__main__":
+    setup(
+        distclass=BinaryDistribution,
+        cmdclass={
+            "bdist_wheel": PlatformWheel,
+            "build": FreshBuild,
+            "libslowar": BuildLibslowar,
+        },
+    )
