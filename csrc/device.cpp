@@ -1,0 +1,125 @@
+#include "device.h"
+
+#include "error.h"
+#include "platform.h"
+
+#include "ggml-cpu.h"
+
+#include <cstdio>
+#include <cstring>
+
+namespace slowar {
+
+// ggml's threads spin this long for the next graph before they sleep, in units of 131072 pauses: 1 is about 3 ms, which
+// bridges the gap between two steps of a loop and costs an idle process nothing; ggml's default of 50 burns 0.15 s.
+static const uint32_t poll_level = 1;
+
+std::vector<ggml_backend_dev_t> list_devices() {
+    std::vector<ggml_backend_dev_t> devices;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        devices.push_back(ggml_backend_dev_get(i));
+    }
+    return devices;
+}
+
+static slowar_device_type type_of(ggml_backend_dev_t device) {
+    switch (ggml_backend_dev_type(device)) {
+        case GGML_BACKEND_DEVICE_TYPE_CPU:  return SLOWAR_DEVICE_CPU;
+        case GGML_BACKEND_DEVICE_TYPE_GPU:  return SLOWAR_DEVICE_GPU;
+        case GGML_BACKEND_DEVICE_TYPE_IGPU: return SLOWAR_DEVICE_IGPU;
+        default:                            return SLOWAR_DEVICE_OTHER;
+    }
+}
+
+template <size_t n> static void copy(char (&out)[n], const char * words) {
+    std::snprintf(out, n, "%s", words);
+}
+
+slowar_device describe(ggml_backend_dev_t device) {
+    slowar_device out = {};
+    copy(out.backend, ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
+    copy(out.name, ggml_backend_dev_name(device));
+    copy(out.description, ggml_backend_dev_description(device));
+    out.type = type_of(device);
+    for (ggml_backend_dev_t other : list_devices()) {
+        if (other == device) {
+            break;
+        }
+        out.index += ggml_backend_dev_backend_reg(other) == ggml_backend_dev_backend_reg(device);
+    }
+    size_t free  = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(device, &free, &total);
+    out.memory_free  = memory_free(device);
+    out.memory_total = total;
+    return out;
+}
+
+ggml_backend_dev_t cpu_device() {
+    return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+ggml_backend_dev_t gpu_device(int32_t i) {
+    const auto devices = list_devices();
+    if (i < 0 || size_t(i) >= devices.size()) {
+        fail(SLOWAR_DEVICE, "device %d does not exist: there are %zu", i, devices.size());
+    }
+    const slowar_device_type type = type_of(devices[size_t(i)]);
+    if (type != SLOWAR_DEVICE_GPU && type != SLOWAR_DEVICE_IGPU) {
+        fail(SLOWAR_DEVICE, "device %d (%s) is not a GPU", i, ggml_backend_dev_name(devices[size_t(i)]));
+    }
+    return devices[size_t(i)];
+}
+
+ggml_backend_ptr open_backend(ggml_backend_dev_t device) {
+    const size_t     mark = log_mark();
+    ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
+    if (!backend) {
+        fail(SLOWAR_DEVICE, "device %s cannot be opened: %s", ggml_backend_dev_name(device), log_since(mark).c_str());
+    }
+    return backend;
+}
+
+uint64_t memory_free(ggml_backend_dev_t device) {
+    if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        return available_memory();  // ggml calls all of it free
+    }
+    size_t free  = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(device, &free, &total);
+    return free;
+}
+
+void check_memory(ggml_backend_dev_t device, uint64_t n_bytes, const char * what) {
+    const uint64_t free = memory_free(device);
+    if (free > 0 && n_bytes > free) {
+        fail(SLOWAR_MEMORY, "%s needs %.1f MiB, %s has %.1f MiB free", what, double(n_bytes) / (1 << 20),
+             ggml_backend_dev_name(device), double(free) / (1 << 20));
+    }
+}
+
+void threadpool_deleter::operator()(ggml_threadpool * pool) const {
+    ggml_threadpool_free(pool);
+}
+
+threadpool_ptr start_threads(int n_threads) {
+    if (!can_start_threads(n_threads - 1)) {
+        fail(SLOWAR_MEMORY, "the system does not allow %d more threads", n_threads - 1);
+    }
+    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
+    params.poll                   = poll_level;
+    return threadpool_ptr(ggml_threadpool_new(&params));
+}
+
+void use_threads(ggml_backend_t cpu, ggml_threadpool * pool, int n_threads) {
+    ggml_backend_cpu_set_threadpool(cpu, pool);
+    ggml_backend_cpu_set_n_threads(cpu, n_threads);
+}
+
+bool cpu_can_use(ggml_type type) {
+    const bool look_up  = type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
+    const bool multiply = ggml_get_type_traits_cpu(type)->vec_dot != nullptr;
+    return look_up && multiply;
+}
+
+}  // namespace slowar

@@ -1,0 +1,44 @@
+// Devices and backends: the only file that knows how ggml names them.
+#pragma once
+
+#include "slowar.h"
+
+#include "ggml-cpp.h"
+
+#include <memory>
+#include <vector>
+
+namespace slowar {
+
+std::vector<ggml_backend_dev_t> list_devices();
+
+slowar_device describe(ggml_backend_dev_t device);
+
+ggml_backend_dev_t cpu_device();
+
+// The device of slowar_device_get's index i, which must be a GPU a model can be put on.
+ggml_backend_dev_t gpu_device(int32_t i);
+
+ggml_backend_ptr open_backend(ggml_backend_dev_t device);
+
+// Bytes that can still be allocated there; 0: the device does not say.
+uint64_t memory_free(ggml_backend_dev_t device);
+
+// Refuses with both numbers when the device says that it has less than n_bytes free. `what` opens the sentence.
+void check_memory(ggml_backend_dev_t device, uint64_t n_bytes, const char * what);
+
+// Threads that wait between evaluations instead of being started for each.
+struct threadpool_deleter {
+    void operator()(ggml_threadpool * pool) const;
+};
+
+using threadpool_ptr = std::unique_ptr<ggml_threadpool, threadpool_deleter>;
+
+threadpool_ptr start_threads(int n_threads);
+
+void use_threads(ggml_backend_t cpu, ggml_threadpool * pool, int n_threads);
+
+// Whether the CPU can multiply by and look up rows of a matrix of this type.
+bool cpu_can_use(ggml_type type);
+
+}  // namespace slowar

@@ -1,0 +1,43 @@
+#include "kv_cache.h"
+
+#include "device.h"
+#include "error.h"
+
+namespace slowar {
+
+kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, int32_t max_seq_len)
+    : ctx_(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true })) {
+    k_ = ggml_new_tensor_4d(ctx_.get(), GGML_TYPE_F16, c.head_dim, c.n_head_kv, max_seq_len, c.n_layer);
+    v_ = ggml_dup_tensor(ctx_.get(), k_);
+    ggml_set_name(k_, "cache_k");
+    ggml_set_name(v_, "cache_v");
+
+    const std::string what = text("a KV cache of %d positions", max_seq_len);
+    check_memory(device, n_bytes(), what.c_str());
+    const size_t mark = log_mark();
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), ggml_backend_dev_buffer_type(device)));
+    if (!buffer_) {
+        fail(SLOWAR_MEMORY, "no memory for %s (%.1f MiB) on %s: %s", what.c_str(), double(n_bytes()) / (1 << 20),
+             ggml_backend_dev_name(device), log_since(mark).c_str());
+    }
+    ggml_backend_buffer_clear(buffer_.get(), 0);
+}
+
+// Slots [slot, slot + n) of a layer.
+static ggml_tensor * slots(ggml_context * ctx, ggml_tensor * cache, int il, int slot, int64_t n) {
+    return ggml_view_3d(ctx, cache, cache->ne[0], cache->ne[1], n, cache->nb[1], cache->nb[2],
+                        size_t(il) * cache->nb[3] + size_t(slot) * cache->nb[2]);
+}
+
+void kv_cache::store(ggml_context * ctx, ggml_cgraph * graph, kv batch, int il, int slot) const {
+    const int64_t n = batch.k->ne[2];
+    ggml_build_forward_expand(graph, ggml_cpy(ctx, batch.k, slots(ctx, k_, il, slot, n)));
+    ggml_build_forward_expand(graph, ggml_cpy(ctx, batch.v, slots(ctx, v_, il, slot, n)));
+}
+
+kv kv_cache::past(ggml_context * ctx, int il, int n) const {
+    return { ggml_cast(ctx, slots(ctx, k_, il, 0, n), GGML_TYPE_F32),
+             ggml_cast(ctx, slots(ctx, v_, il, 0, n), GGML_TYPE_F32) };
+}
+
+}  // namespace slowar

@@ -1,0 +1,37 @@
+// Keys and values of the positions seen so far. Knows storage, not attention.
+#pragma once
+
+#include "config.h"
+
+#include "ggml-cpp.h"
+
+namespace slowar {
+
+struct kv {
+    ggml_tensor * k;
+    ggml_tensor * v;
+};
+
+class kv_cache {
+  public:
+    // max_seq_len zeroed slots for every layer, in F16 on one device. Throws SLOWAR_MEMORY.
+    kv_cache(const config & c, ggml_backend_dev_t device, int32_t max_seq_len);
+
+    int32_t max_seq_len() const { return int32_t(k_->ne[2]); }
+
+    size_t n_bytes() const { return ggml_nbytes(k_) + ggml_nbytes(v_); }
+
+    // Nodes that copy a batch [head_dim, n_head_kv, n_tokens] into a layer's slots from `slot` on.
+    void store(ggml_context * ctx, ggml_cgraph * graph, kv batch, int il, int slot) const;
+
+    // A layer's first n slots as float32: [head_dim, n_head_kv, n] each.
+    kv past(ggml_context * ctx, int il, int n) const;
+
+  private:
+    ggml_context_ptr        ctx_;
+    ggml_tensor *           k_ = nullptr;  // [head_dim, n_head_kv, max_seq_len, n_layer]
+    ggml_tensor *           v_ = nullptr;  // the same
+    ggml_backend_buffer_ptr buffer_;
+};
+
+}  // namespace slowar

@@ -1,0 +1,134 @@
+#include "platform.h"
+
+#include "error.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace slowar {
+
+mapped_file::mapped_file(const std::string & path) : path_(path) {
+    // O_NONBLOCK: a pipe with no writer must be refused, not waited for.
+    fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd_ < 0) {
+        fail_os(errno, std::strerror(errno));
+    }
+    try {
+        struct stat st;
+        if (::fstat(fd_, &st) != 0) {
+            fail_os(errno, std::strerror(errno));
+        }
+        if (S_ISDIR(st.st_mode)) {
+            fail_os(EISDIR, std::strerror(EISDIR));
+        }
+        if (!S_ISREG(st.st_mode)) {
+            fail(SLOWAR_FORMAT, "not a regular file");
+        }
+        if (st.st_size == 0) {
+            fail(SLOWAR_FORMAT, "the file is empty, expected GGUF");
+        }
+        size_     = size_t(st.st_size);
+        void * at = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_, 0);
+        if (at == MAP_FAILED) {
+            fail_os(errno, std::strerror(errno));
+        }
+        data_ = static_cast<uint8_t *>(at);
+    } catch (...) {
+        ::close(fd_);
+        throw;
+    }
+}
+
+mapped_file::~mapped_file() {
+    ::munmap(data_, size_);
+    ::close(fd_);
+}
+
+void mapped_file::read(size_t offset, void * out, size_t n) const {
+    auto * at = static_cast<uint8_t *>(out);
+    while (n > 0) {
+        const ssize_t got = ::pread(fd_, at, std::min(n, size_t(1) << 30), off_t(offset));
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got < 0) {
+            fail_os(errno, std::strerror(errno));
+        }
+        if (got == 0) {
+            fail(SLOWAR_FORMAT, "the file shrank to less than %zu bytes while it was read", offset + n);
+        }
+        at     += got;
+        offset += size_t(got);
+        n      -= size_t(got);
+    }
+}
+
+// The number after `label` in a file of "label number" lines, or the file's first number when label is "". 0: not there.
+static uint64_t number_in(const char * path, const std::string & label) {
+    std::ifstream in(path);
+    std::string   word;
+    uint64_t      number = 0;
+    if (label.empty()) {
+        return in >> number ? number : 0;
+    }
+    while (in >> word) {
+        if (word == label) {
+            return in >> number ? number : 0;
+        }
+    }
+    return 0;
+}
+
+uint64_t available_memory() {
+    uint64_t free = number_in("/proc/meminfo", "MemAvailable:") * 1024;
+
+    // cgroup v2 as a container sees its own: "max" (no number) means no limit; page cache in `current` can be reclaimed.
+    const uint64_t limit = number_in("/sys/fs/cgroup/memory.max", "");
+    if (limit > 0) {
+        const uint64_t used  = number_in("/sys/fs/cgroup/memory.current", "");
+        const uint64_t cache = number_in("/sys/fs/cgroup/memory.stat", "file");
+        const uint64_t held  = used > cache ? used - cache : 0;
+        free                 = std::min(free, limit > held ? limit - held : 0);
+    }
+    return free;
+}
+
+bool can_start_threads(int n) {
+    std::vector<std::thread> started;
+    std::mutex               gate;
+    bool                     all = true;
+    {
+        // Held until all are up, so that they exist at the same time.
+        const std::lock_guard<std::mutex> hold(gate);
+        try {
+            started.reserve(size_t(n));
+            for (int i = 0; i < n; i++) {
+                started.emplace_back([&gate] { const std::lock_guard<std::mutex> wait(gate); });
+            }
+        } catch (const std::system_error &) {
+            all = false;
+        }
+    }
+    for (std::thread & t : started) {
+        t.join();
+    }
+    return all;
+}
+
+int64_t process_id() {
+    return int64_t(::getpid());
+}
+
+}  // namespace slowar

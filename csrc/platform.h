@@ -1,0 +1,41 @@
+// What is asked of the operating system: a mapped file, memory still to be had, threads, this process's id.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace slowar {
+
+// A regular file mapped read-only, whole. Pages come into memory when touched.
+class mapped_file {
+  public:
+    explicit mapped_file(const std::string & path);  // throws SLOWAR_OS, or SLOWAR_FORMAT if not a regular file
+    ~mapped_file();
+
+    mapped_file(const mapped_file &)             = delete;
+    mapped_file & operator=(const mapped_file &) = delete;
+
+    const uint8_t * data() const { return data_; }
+    size_t          size() const { return size_; }
+
+    // Reads bytes through the file, not the mapping, so that they never count as this process's mapped pages.
+    void read(size_t offset, void * out, size_t n) const;
+
+  private:
+    std::string path_;
+    int         fd_   = -1;
+    uint8_t *   data_ = nullptr;
+    size_t      size_ = 0;
+};
+
+// Bytes this process can still take without swapping or being killed: the least of the system's and its cgroup's; 0 if
+// the system does not say.
+uint64_t available_memory();
+
+// Whether n more threads can be started now (ggml would abort where it cannot).
+bool can_start_threads(int n);
+
+int64_t process_id();
+
+}  // namespace slowar

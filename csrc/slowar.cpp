@@ -1,0 +1,291 @@
+// The wall: every extern "C" function checks its arguments, calls one thing, and turns exceptions into a status.
+#include "slowar.h"
+
+#include "device.h"
+#include "error.h"
+#include "platform.h"
+#include "session.h"
+#include "weights.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <mutex>
+
+using namespace slowar;
+
+// What a handle is: the thing itself and the process that made it.
+struct slowar_model {
+    std::shared_ptr<const weights> w;
+    int64_t                        owner = process_id();
+};
+
+struct slowar_session {
+    slowar_session(std::shared_ptr<const weights> w, int32_t n_threads) : s(w, n_threads), w(std::move(w)) {}
+
+    session                        s;
+    std::shared_ptr<const weights> w;
+    int64_t                        owner = process_id();
+};
+
+namespace {
+
+// The version of slowar.h.
+constexpr int32_t abi = 1;
+
+// ggml's own limit (GGML_MAX_N_THREADS).
+constexpr int32_t max_threads = 512;
+
+// int32 positions, and n_past + n_tokens must not overflow.
+constexpr int32_t max_positions = INT32_MAX / 2;
+
+void need(const void * pointer, const char * name) {
+    if (!pointer) {
+        fail(SLOWAR_ARGUMENT, "%s is NULL", name);
+    }
+}
+
+template <typename handle_t> handle_t & owned(handle_t * handle) {
+    need(handle, "the handle");
+    if (handle->owner != process_id()) {
+        fail(SLOWAR_STATE,
+             "the handle belongs to process %" PRId64 ", this is process %" PRId64
+             ": open a model after fork, not before",
+             handle->owner, process_id());
+    }
+    return *handle;
+}
+
+// A handle of the parent process is left alone: its threads and device contexts exist there only.
+template <typename handle_t> void close(handle_t * handle) {
+    if (handle && handle->owner == process_id()) {
+        delete handle;
+    }
+}
+
+template <typename list_t> auto & at(list_t & list, int32_t i, const char * what) {
+    if (i < 0 || size_t(i) >= list.size()) {
+        fail(SLOWAR_ARGUMENT, "%s %d does not exist: there are %zu", what, i, list.size());
+    }
+    return list[size_t(i)];
+}
+
+void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens) {
+    need(tokens, "tokens");
+    if (n_tokens <= 0) {
+        fail(SLOWAR_ARGUMENT, "n_tokens is %d, expected 1 or more", n_tokens);
+    }
+    for (int32_t t = 0; t < n_tokens; t++) {
+        const int32_t * at = tokens + size_t(t) * size_t(c.n_row());
+        if (at[0] < 0 || at[0] >= c.n_vocab) {
+            fail(SLOWAR_ARGUMENT, "token id at row 0, column %d is %d, expected 0 to %d", t, at[0], c.n_vocab - 1);
+        }
+        for (int32_t row = 1; c.is_semantic(at[0]) && row <= c.n_codebook; row++) {
+            if (at[row] < 0 || at[row] >= c.codebook_size) {
+                fail(SLOWAR_ARGUMENT, "code at row %d, column %d is %d, expected 0 to %d", row, t, at[row],
+                     c.codebook_size - 1);
+            }
+        }
+    }
+}
+
+ggml_type type_named(const char * name) {
+    for (int i = 0; i < GGML_TYPE_COUNT; i++) {
+        const char * known = ggml_type_name(ggml_type(i));
+        if (known && std::string(known) == name) {
+            return ggml_type(i);
+        }
+    }
+    fail(SLOWAR_ARGUMENT, "ggml has no type named \"%s\"", name);
+}
+
+}  // namespace
+
+int32_t slowar_abi(void) {
+    return abi;
+}
+
+const char * slowar_build_info(void) {
+    static std::string    info;
+    static std::once_flag once;
+    std::call_once(once, [] {
+        capture_log();
+        info = text("ggml %s (%s), backends:", ggml_version(), ggml_commit());
+        for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
+            info += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
+        }
+    });
+    return info.c_str();
+}
+
+int32_t slowar_log_take(char * out, int32_t size) {
+    return out && size > 0 ? log_take(out, size) : 0;
+}
+
+int32_t slowar_device_count(void) {
+    capture_log();
+    return int32_t(ggml_backend_dev_count());
+}
+
+slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * err) {
+    return guard(err, [&] {
+        capture_log();
+        need(out, "out");
+        const auto devices = list_devices();
+        *out               = describe(at(devices, i, "device"));
+    });
+}
+
+slowar_status slowar_model_open(slowar_model ** out, const char * path, const slowar_model_params * params,
+                                slowar_error * err) {
+    return guard(err, [&] {
+        capture_log();
+        need(out, "out");
+        need(path, "path");
+        need(params, "params");
+        if (params->n_gpu_layers < -1) {
+            fail(SLOWAR_ARGUMENT, "n_gpu_layers is %d, expected -1 or more", params->n_gpu_layers);
+        }
+        ggml_backend_dev_t device = params->device < 0 ? nullptr : gpu_device(params->device);
+
+        auto model = std::make_unique<slowar_model>();
+        model->w   = std::make_shared<const weights>(path, device, params->n_gpu_layers, params->use_mmap);
+        *out       = model.release();
+    });
+}
+
+void slowar_model_close(slowar_model * model) {
+    close(model);
+}
+
+slowar_status slowar_model_config(const slowar_model * model, slowar_config * out, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        *out = owned(model).w->hyper;
+    });
+}
+
+slowar_status slowar_model_get_info(const slowar_model * model, slowar_model_info * out, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        *out = owned(model).w->info;
+    });
+}
+
+slowar_status slowar_model_get_tensor(const slowar_model * model, int32_t i, slowar_tensor * out, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        *out = at(owned(model).w->table, i, "tensor");
+    });
+}
+
+slowar_status slowar_session_open(slowar_session ** out, const slowar_model * model, int32_t n_threads,
+                                  slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        if (n_threads < 1 || n_threads > max_threads) {
+            fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", n_threads, max_threads);
+        }
+        *out = std::make_unique<slowar_session>(owned(model).w, n_threads).release();
+    });
+}
+
+void slowar_session_close(slowar_session * session) {
+    close(session);
+}
+
+slowar_status slowar_session_get_state(const slowar_session * session, slowar_session_state * out, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        *out = owned(session).s.state();
+    });
+}
+
+slowar_status slowar_init_kv_cache(slowar_session * session, int32_t max_seq_len, slowar_error * err) {
+    return guard(err, [&] {
+        auto & s = owned(session).s;
+        if (max_seq_len < 1 || max_seq_len > max_positions) {
+            fail(SLOWAR_ARGUMENT, "max_seq_len is %d, expected 1 to %d", max_seq_len, max_positions);
+        }
+        s.init_kv_cache(max_seq_len);
+    });
+}
+
+slowar_status slowar_clear_kv_cache(slowar_session * session, slowar_error * err) {
+    return guard(err, [&] { owned(session).s.clear_kv_cache(); });
+}
+
+slowar_status slowar_rewind(slowar_session * session, int32_t n_past, slowar_error * err) {
+    return guard(err, [&] { owned(session).s.rewind(n_past); });
+}
+
+slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
+                                  slowar_error * err) {
+    return guard(err, [&] { check_tokens(owned(session).w->hyper, tokens, n_tokens); });
+}
+
+slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens, float * hidden,
+                                 float * logits, slowar_error * err) {
+    return guard(err, [&] {
+        auto & handle = owned(session);
+        check_tokens(handle.w->hyper, tokens, n_tokens);
+        handle.s.eval_cached(tokens, n_tokens, hidden, logits);
+    });
+}
+
+slowar_status slowar_graph_node(slowar_session * session, int32_t n_past, int32_t n_tokens, int32_t i,
+                                slowar_node * out, int32_t * n_nodes, slowar_error * err) {
+    return guard(err, [&] {
+        need(n_nodes, "n_nodes");
+        owned(session).s.graph_node(n_past, n_tokens, i, out, n_nodes);
+    });
+}
+
+slowar_status slowar_trace_select(slowar_session * session, const char * const * names, int32_t n_names,
+                                  slowar_error * err) {
+    return guard(err, [&] {
+        auto &                   s = owned(session).s;
+        std::vector<std::string> selected;
+        for (int32_t i = 0; i < n_names; i++) {
+            need(names, "names");
+            need(names[i], "a name");
+            selected.emplace_back(names[i]);
+        }
+        s.trace_names = std::move(selected);
+        s.traces.clear();
+    });
+}
+
+slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_t ne[4], float * data,
+                               slowar_error * err) {
+    return guard(err, [&] {
+        need(ne, "ne");
+        const trace & t = at(owned(session).s.traces, i, "trace");
+        std::copy_n(t.ne, GGML_MAX_DIMS, ne);
+        if (data) {
+            std::copy(t.values.begin(), t.values.end(), data);
+        }
+    });
+}
+
+slowar_status slowar_quantize(const char * type, const float * rows, int64_t n_rows, int64_t n_per_row, void * out,
+                              int64_t n_bytes, slowar_error * err) {
+    return guard(err, [&] {
+        need(type, "type");
+        need(rows, "rows");
+        need(out, "out");
+        const ggml_type t = type_named(type);
+        if (!cpu_can_use(t) || ggml_quantize_requires_imatrix(t)) {
+            fail(SLOWAR_ARGUMENT, "type %s cannot be written from floats alone", type);
+        }
+        const int64_t block = ggml_blck_size(t);
+        if (n_rows < 1 || n_per_row < 1 || n_per_row % block != 0) {
+            fail(SLOWAR_ARGUMENT, "%" PRId64 " rows of %" PRId64 ", expected 1 or more of a multiple of %" PRId64,
+                 n_rows, n_per_row, block);
+        }
+        const int64_t expected = n_rows * int64_t(ggml_row_size(t, n_per_row));
+        if (n_bytes != expected) {
+            fail(SLOWAR_ARGUMENT, "n_bytes is %" PRId64 ", expected %" PRId64, n_bytes, expected);
+        }
+        ggml_quantize_chunk(t, rows, out, 0, n_rows, n_per_row, nullptr);
+    });
+}

@@ -1,0 +1,236 @@
+/*
+ * slowar.h - the Slow-AR transformer of Fish Audio's S2 Pro on ggml: the C contract of libslowar.
+ *
+ * One file, three readers: C99, C++17 and cffi. cffi reads what stands between the two `cdef` marks, so no
+ * preprocessor line may stand there. No ggml type appears in it.
+ *
+ * Two nouns. A model is weights on devices and never changes once open; a session is the KV cache and the position of
+ * one sequence. Many sessions may share one model.
+ *
+ * Rules that hold for every function:
+ *   - What can fail returns a slowar_status and writes the reason to `err` (which may be NULL). A failing call leaves
+ *     model, session and position as they were, unless its own comment says otherwise.
+ *   - Nothing aborts, prints or throws. What ggml itself had to say is kept for slowar_log_take.
+ *   - A handle belongs to the process that made it. After fork() the child gets SLOWAR_STATE from every call on it, and
+ *     closing it there does nothing (its threads and device contexts were not inherited).
+ *   - Calls on different handles may run in different threads at once. Calls on one session must not overlap: the
+ *     caller serialises them, slowar_session_close included.
+ *   - All integers are host order; all floats are IEEE float32; text is UTF-8 and NUL-terminated.
+ */
+#ifndef SLOWAR_H
+#define SLOWAR_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#    pragma GCC visibility push(default)
+#endif
+
+/* cdef begin */
+
+/* ---- outcomes --------------------------------------------------------------------------------------------------- */
+
+typedef enum slowar_status {
+    SLOWAR_OK           = 0,
+    SLOWAR_ARGUMENT     = 1, /* an argument is outside its range */
+    SLOWAR_OS           = 2, /* the operating system refused; os_errno says why */
+    SLOWAR_FORMAT       = 3, /* the file is not a model this library can run */
+    SLOWAR_DEVICE       = 4, /* no such device, or it cannot be opened */
+    SLOWAR_MEMORY       = 5, /* no memory for weights, cache or compute */
+    SLOWAR_CONTEXT_FULL = 6, /* n_past + n_tokens > max_seq_len */
+    SLOWAR_STATE        = 7, /* no cache yet, or a handle of another process */
+    SLOWAR_COMPUTE      = 8, /* the device failed while evaluating */
+    SLOWAR_INTERNAL     = 9  /* a defect of this library */
+} slowar_status;
+
+/* Written by a failing call alone. `message` is one sentence: what was expected, what came, where. */
+typedef struct slowar_error {
+    int32_t os_errno; /* with SLOWAR_OS: the errno value; otherwise 0 */
+    char    message[1020];
+} slowar_error;
+
+/* Increases whenever a signature or a struct of this file changes; the Python side refuses another number. */
+int32_t slowar_abi(void);
+
+/* "ggml 0.25.3 (commit), backends: CPU" - static storage. */
+const char * slowar_build_info(void);
+
+/* Moves what ggml logged in this thread's calls (at most the last 8 KiB) to `out` and returns its length; 0: nothing. */
+int32_t slowar_log_take(char * out, int32_t size);
+
+/* ---- devices ---------------------------------------------------------------------------------------------------- */
+
+typedef enum slowar_device_type {
+    SLOWAR_DEVICE_CPU   = 0,
+    SLOWAR_DEVICE_GPU   = 1, /* own memory */
+    SLOWAR_DEVICE_IGPU  = 2, /* a GPU on host memory */
+    SLOWAR_DEVICE_OTHER = 3  /* accelerators that work beside the CPU (BLAS, AMX); cannot be chosen for a model */
+} slowar_device_type;
+
+typedef struct slowar_device {
+    char               backend[32]; /* ggml's registry name: "CPU", "CUDA", "Vulkan", "MTL", ... */
+    char               name[64];
+    char               description[128];
+    slowar_device_type type;
+    int32_t            index;        /* counted within its backend */
+    uint64_t           memory_free;  /* bytes; on the CPU what the system and its cgroup still grant */
+    uint64_t           memory_total; /* bytes */
+} slowar_device;
+
+/* The first call initialises the compiled-in backends; nothing touches a device before. */
+int32_t       slowar_device_count(void);
+slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * err);
+
+/* ---- models ----------------------------------------------------------------------------------------------------- */
+
+typedef struct slowar_model   slowar_model;
+typedef struct slowar_session slowar_session;
+
+/* Hyper-parameters, all from the file; head_dim from the weights (q_norm's length, else columns of wo / heads). */
+typedef struct slowar_config {
+    int32_t n_ctx; /* context the model was trained for, positions */
+    int32_t n_vocab;
+    int32_t n_embd;
+    int32_t n_ff;
+    int32_t n_layer;
+    int32_t n_head;
+    int32_t n_head_kv;
+    int32_t head_dim;
+    int32_t n_codebook; /* a position is 1 + n_codebook integers: token id, then codes */
+    int32_t codebook_size;
+    int32_t semantic_begin_id;
+    int32_t semantic_end_id; /* inclusive */
+    float   rope_freq_base;
+    float   norm_rms_eps;
+    bool    attention_qk_norm;
+    bool    scale_codebook_embeddings;
+    bool    tie_word_embeddings;
+    bool    norm_fastlayer_input;
+} slowar_config;
+
+typedef struct slowar_model_params {
+    int32_t device;       /* slowar_device_get's index of a GPU, or -1: CPU alone */
+    int32_t n_gpu_layers; /* the first n layers go to that device; -1 or more than there are: all */
+    bool    use_mmap;     /* weights beside the CPU stay in the mapped file where their alignment allows */
+} slowar_model_params;
+
+typedef struct slowar_model_info {
+    int32_t  n_tensors;
+    int32_t  n_gpu_layers;         /* after clamping */
+    bool     embeddings_on_device; /* embeddings, codebook table, final norm and head */
+    uint64_t n_params;
+    uint64_t n_bytes_mapped; /* weights used in place in the file */
+    uint64_t n_bytes_host;   /* weights copied to host memory */
+    uint64_t n_bytes_device; /* weights in device memory */
+} slowar_model_info;
+
+typedef struct slowar_tensor {
+    char     name[64];
+    char     type[16]; /* ggml's name: "f32", "q4_K", ... */
+    int64_t  ne[4];    /* ggml order, fastest first */
+    uint64_t n_bytes;
+    bool     on_device;
+    bool     mapped;
+} slowar_tensor;
+
+/* Reads and checks a GGUF file before anything is allocated: every key, every tensor's presence, type, shape and place
+ * in the file. Tensors that the Slow-AR does not use are never read. The file must not shrink while the model is open
+ * with use_mmap. */
+slowar_status slowar_model_open(slowar_model ** out, const char * path, const slowar_model_params * params,
+                                slowar_error * err);
+
+/* Gives the handle back; the weights live as long as the last session on them. NULL is fine. */
+void slowar_model_close(slowar_model * model);
+
+slowar_status slowar_model_config(const slowar_model * model, slowar_config * out, slowar_error * err);
+slowar_status slowar_model_get_info(const slowar_model * model, slowar_model_info * out, slowar_error * err);
+slowar_status slowar_model_get_tensor(const slowar_model * model, int32_t i, slowar_tensor * out, slowar_error * err);
+
+/* ---- sessions --------------------------------------------------------------------------------------------------- */
+
+typedef struct slowar_session_state {
+    int32_t  n_past;      /* positions in the cache */
+    int32_t  max_seq_len; /* 0: no cache */
+    int32_t  n_threads;
+    int32_t  n_splits; /* parts in which the scheduler cut the last graph */
+    uint64_t n_bytes_kv;
+    uint64_t n_bytes_compute;
+} slowar_session_state;
+
+/* n_threads: 1 .. 512 CPU threads, this one included. */
+slowar_status slowar_session_open(slowar_session ** out, const slowar_model * model, int32_t n_threads,
+                                  slowar_error * err);
+void          slowar_session_close(slowar_session * session); /* NULL is fine */
+
+slowar_status slowar_session_get_state(const slowar_session * session, slowar_session_state * out, slowar_error * err);
+
+/* Allocates and zeroes a cache of max_seq_len positions, reserves the compute memory of a step at its far end, and sets
+ * the position to 0. A cache that was there is given back first: after a failure the session has none. */
+slowar_status slowar_init_kv_cache(slowar_session * session, int32_t max_seq_len, slowar_error * err);
+
+/* Gives cache and compute memory back. Without a cache: does nothing. */
+slowar_status slowar_clear_kv_cache(slowar_session * session, slowar_error * err);
+
+/* Forgets the positions from n_past on; memory is kept. reset is rewind to 0. */
+slowar_status slowar_rewind(slowar_session * session, int32_t n_past, slowar_error * err);
+
+/* What slowar_eval_cached checks first, for a prompt that will be evaluated in several parts: every id in 0 .. n_vocab-1
+ * and, on semantic positions, every code in 0 .. codebook_size-1. The message counts as the
+ * array of the Python side does: row 0 is the id, rows 1 .. n_codebook are codes, columns are positions. */
+slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
+                                  slowar_error * err);
+
+/* The one computation. Evaluates n_tokens positions behind the n_past there are, then moves n_past.
+ *   tokens  [n_tokens][1 + n_codebook], position-major
+ *   hidden  [n_embd],  of the last position, or NULL
+ *   logits  [n_vocab], of the last position, or NULL */
+slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens, float * hidden,
+                                 float * logits, slowar_error * err);
+
+/* ---- looking inside --------------------------------------------------------------------------------------------- */
+
+/* A node of the documented graph, as slowar_graph_node lists them. */
+typedef struct slowar_node {
+    char    name[64]; /* "attn_norm-3", "hidden"; tensors without a name of ours have ggml's */
+    char    op[32];   /* ggml's name: "MUL_MAT" */
+    char    type[16];
+    int64_t ne[4]; /* ggml order */
+} slowar_node;
+
+/* Builds the graph of an evaluation of n_tokens at n_past, without computing it, and copies node i; i = -1 counts:
+ * *n_nodes is written either way. */
+slowar_status slowar_graph_node(slowar_session * session, int32_t n_past, int32_t n_tokens, int32_t i,
+                                slowar_node * out, int32_t * n_nodes, slowar_error * err);
+
+/* From now on every evaluation keeps a float32 copy of these named tensors ("l_out-0", ...), until it is called with
+ * n_names = 0. A name the graph does not have makes the evaluation fail with SLOWAR_ARGUMENT. */
+slowar_status slowar_trace_select(slowar_session * session, const char * const * names, int32_t n_names,
+                                  slowar_error * err);
+
+/* Trace i of the last evaluation: its shape, and its values when `data` is not NULL (ne[0]*ne[1]*ne[2]*ne[3] floats). */
+slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_t ne[4], float * data,
+                               slowar_error * err);
+
+/* ---- writing models --------------------------------------------------------------------------------------------- */
+
+/* Quantises n_rows rows of n_per_row floats to ggml type `type` ("q8_0", "q4_K", "f16", ...). `n_bytes` is the size of
+ * `out` and must be exactly what the type needs. Types that need an importance matrix are refused. */
+slowar_status slowar_quantize(const char * type, const float * rows, int64_t n_rows, int64_t n_per_row, void * out,
+                              int64_t n_bytes, slowar_error * err);
+
+/* cdef end */
+
+#if defined(__GNUC__)
+#    pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SLOWAR_H */
