@@ -1,0 +1,45 @@
+"""The Slow-AR transformer of Fish Audio's S2 Pro text-to-speech model on ggml.
+
+>>> import pyggml_slowar as slowar
+>>> with slowar.Model("s2-pro-q8_0.gguf") as model, model.session(max_seq_len=1500) as session:
+...     out = session.prefill(prompt)   # integers (11, n): row 0 token ids, rows 1-10 codes
+...     out = session.step(frame)       # integers (11,)
+...     out.logits, out.hidden          # float32 (155776,), (2560,)
+"""
+
+from __future__ import annotations
+
+from .device import Device, default_threads, devices
+from .errors import (
+    ComputeError,
+    ContextFullError,
+    DeviceError,
+    DeviceMemoryError,
+    ModelFormatError,
+    SessionStateError,
+    SlowARError,
+)
+from .model import Config, Model, TensorInfo
+from .session import Node, Output, Session, prefill_chunk
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ComputeError",
+    "Config",
+    "ContextFullError",
+    "Device",
+    "DeviceError",
+    "DeviceMemoryError",
+    "Model",
+    "ModelFormatError",
+    "Node",
+    "Output",
+    "Session",
+    "SessionStateError",
+    "SlowARError",
+    "TensorInfo",
+    "default_threads",
+    "devices",
+    "prefill_chunk",
+]

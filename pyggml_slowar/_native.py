@@ -1,0 +1,160 @@
+"""The way to libslowar: cffi in ABI mode, and the only file that imports it.
+
+``call`` runs a C function and turns its status into an exception; ``Handle`` owns a C object and
+lets one caller at a time use it. The GIL is released while C runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cffi
+
+from . import errors
+
+ABI = 1
+"""The ``slowar_abi`` this package was written against."""
+
+_HERE = Path(__file__).parent
+_LIBRARY = {"darwin": "libslowar.dylib", "win32": "slowar.dll"}.get(sys.platform, "libslowar.so")
+_LOG_BYTES = 8192
+
+_log = logging.getLogger("pyggml_slowar")
+
+# slowar_status -> what to raise. SLOWAR_OS has no row: it becomes the OSError of its errno.
+_EXCEPTIONS: dict[int, type[Exception]] = {
+    1: ValueError,
+    3: errors.ModelFormatError,
+    4: errors.DeviceError,
+    5: errors.DeviceMemoryError,
+    6: errors.ContextFullError,
+    7: errors.SessionStateError,
+    8: errors.ComputeError,
+}
+_OS = 2
+
+
+def _declarations() -> str:
+    header = (_HERE / "slowar.h").read_text(encoding="utf-8")
+    return header.partition("/* cdef begin */")[2].partition("/* cdef end */")[0]
+
+
+def _load() -> Any:
+    path = os.environ.get("SLOWAR_LIBRARY") or str(_HERE / _LIBRARY)
+    try:
+        library = ffi.dlopen(path)
+    except OSError as error:
+        raise ImportError(f"{path} cannot be loaded: {error}. Reinstall pyggml-slowar.") from error
+    found = library.slowar_abi()
+    if found != ABI:
+        raise ImportError(
+            f"{path} has ABI {found}, this package needs {ABI}. Reinstall pyggml-slowar."
+        )
+    return library
+
+
+ffi: Any = cffi.FFI()
+ffi.cdef(_declarations())
+lib = _load()
+
+
+def text(array: Any) -> str:
+    """A NUL-terminated C string as ``str``."""
+    words: str = ffi.string(array).decode("utf-8", "replace")
+    return words
+
+
+def call(function: Callable[..., int], *args: Any, path: str | None = None) -> None:
+    """Call a C function that takes ``slowar_error *`` last, and raise what its status reports.
+
+    ``path`` is the file the call is about: it opens the message.
+    """
+    error = ffi.new("slowar_error *")
+    status = function(*args, error)
+    _pass_on_log()
+    if status == 0:
+        return
+    message = text(error.message)
+    if status == _OS:
+        raise OSError(error.os_errno, message, path)
+    raise _EXCEPTIONS.get(status, errors.SlowARError)(f"{path}: {message}" if path else message)
+
+
+def _pass_on_log() -> None:
+    """Hand ggml's own words to ``logging``."""
+    buffer = ffi.new("char[]", _LOG_BYTES)
+    if lib.slowar_log_take(buffer, _LOG_BYTES):
+        for line in text(buffer).splitlines():
+            _log.info("%s", line)
+
+
+class Handle:
+    """A C object of this process: closed once, used by one caller at a time.
+
+    Parameters
+    ----------
+    pointer
+        What the opening function wrote.
+    close
+        The C function that gives it back; also called when nobody refers to the handle any more.
+    noun
+        How messages call it.
+    """
+
+    def __init__(self, pointer: Any, close: Callable[[Any], None], noun: str) -> None:
+        self._pointer = ffi.gc(pointer, close)
+        self._noun = noun
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._user: int | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._pointer is None
+
+    def check(self) -> None:
+        """Raise SessionStateError unless the object can be used here and now."""
+        # Before the lock: a child process may have inherited it locked, with nobody left to open
+        # it.
+        if os.getpid() != self._process:
+            raise errors.SessionStateError(
+                f"the {self._noun} belongs to process {self._process}, this is process "
+                f"{os.getpid()}: open it after fork, not before"
+            )
+        if self._pointer is None:
+            raise errors.SessionStateError(f"the {self._noun} is closed")
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Any]:
+        """The C pointer, this thread's alone until the block ends. Waits for other threads."""
+        self.check()
+        me = threading.get_ident()
+        if self._user == me:
+            raise errors.SessionStateError(
+                f"the {self._noun} is busy: it was called again from inside its own call"
+            )
+        with self._lock:
+            self.check()
+            try:
+                self._user = me
+                yield self._pointer
+            finally:
+                self._user = None
+
+    def close(self) -> None:
+        """Give the object back; twice is fine. In another process than its own: only forget it."""
+        if self._pointer is None:
+            return
+        if os.getpid() != self._process:
+            self._pointer = None  # the destructor does nothing in this process
+            return
+        with self.use() as pointer:
+            self._pointer = None
+            ffi.release(pointer)

@@ -1,0 +1,258 @@
+"""The ``slowar`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+from tqdm import tqdm
+
+from . import __version__, _native, device
+from .make_model import PRESETS, TYPES, make_model
+from .model import Model
+from .session import Output
+
+_MIB = 2**20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 1 after an error, 2 after a wrong command line."""
+    options = _parser().parse_args(arguments)
+    warnings.showwarning = _show_warning
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("slowar: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): nobody to tell, and the flush at exit must not
+        # try again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        print(f"slowar: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"slowar: warning: {message}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slowar", description="The Slow-AR transformer of S2 Pro on ggml."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"pyggml-slowar {__version__}, {_build()}"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what is in a GGUF file and where it is put")
+    _add_model(info)
+    info.add_argument("--json", action="store_true", help="machine-readable")
+    info.set_defaults(run=_info)
+
+    devices = commands.add_parser("devices", help="the devices that ggml found")
+    devices.add_argument("--json", action="store_true", help="machine-readable")
+    devices.set_defaults(run=_devices)
+
+    make = commands.add_parser("make-model", help="write a random model in the real file layout")
+    make.add_argument("out", type=Path, metavar="OUT")
+    make.add_argument("--preset", choices=PRESETS, default="tiny", help="size (default: tiny)")
+    make.add_argument(
+        "--type", choices=TYPES, default="q8_0", help="of the matrices (default: q8_0)"
+    )
+    make.add_argument("--seed", type=int, default=0)
+    make.set_defaults(run=_make_model)
+
+    evaluate = commands.add_parser("eval", help="evaluate a prompt and, one by one, further frames")
+    _add_model(evaluate)
+    evaluate.add_argument("prompt", type=Path, metavar="PROMPT.npy", help="integers (11, n)")
+    evaluate.add_argument("--steps", type=Path, metavar="FRAMES.npy", help="integers (11, m)")
+    evaluate.add_argument("--out", type=Path, required=True, metavar="OUT.npz")
+    evaluate.add_argument("--chunk", type=int, help="positions per evaluation of the prompt")
+    evaluate.add_argument("--threads", type=int, help="CPU threads (default: what pays here)")
+    evaluate.set_defaults(run=_eval)
+    return parser
+
+
+def _build() -> str:
+    return _native.text(_native.lib.slowar_build_info())
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file")
+    parser.add_argument("--backend", default="auto", help="auto, cpu, cuda, metal, vulkan, ...")
+    parser.add_argument("--device", type=int, default=0, help="which device of the backend")
+    parser.add_argument(
+        "--n-gpu-layers", type=int, default=-1, help="layers on the GPU (default: all)"
+    )
+    parser.add_argument(
+        "--no-mmap", action="store_true", help="read the weights instead of mapping"
+    )
+
+
+def _open(options: argparse.Namespace) -> Model:
+    return Model(
+        options.model,
+        backend=options.backend,
+        device=options.device,
+        n_gpu_layers=options.n_gpu_layers,
+        mmap=not options.no_mmap,
+    )
+
+
+def _info(options: argparse.Namespace) -> None:
+    with _open(options) as model:
+        tensors = model.tensors()
+        c = model.config
+        position = 2 * 2 * c.n_layer * c.n_head_kv * c.head_dim  # K and V, two bytes each
+        types: Counter[str] = Counter()
+        places: Counter[str] = Counter()
+        for t in tensors:
+            types[t.type] += t.nbytes
+            places[t.where] += t.nbytes
+        facts = {
+            "file": str(options.model),
+            "file_bytes": options.model.stat().st_size,
+            "parameters": model.n_params,
+            "weight_bytes": model.nbytes,
+            "weight_bytes_by_type": dict(types),
+            "weight_bytes_by_place": dict(places),
+            "kv_cache_bytes_per_position": position,
+            "device": model.device.name,
+            "n_gpu_layers": model.n_gpu_layers,
+            "build": _build(),
+            "config": asdict(c),
+        }
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return
+    at_most = position * c.n_ctx / _MIB
+    print(f"{options.model}: {model.n_params / 1e6:.1f} M parameters, {len(tensors)} tensors")
+    print(f"  weights    {model.nbytes / _MIB:.1f} MiB ({_shares(types)}; {_shares(places)})")
+    print(f"  KV cache   {position} bytes a position, {at_most:.0f} MiB for {c.n_ctx}")
+    print(f"  device     {_named(model.device)}, {model.n_gpu_layers} GPU layers")
+    print(f"  build      {_build()}")
+    for key, value in asdict(c).items():
+        print(f"  {key:26} {value}")
+
+
+def _named(d: device.Device) -> str:
+    return f"{d.backend.lower()} {d.index} ({d.description})"
+
+
+def _shares(bytes_of: Counter[str]) -> str:
+    return ", ".join(f"{name} {n / _MIB:.1f}" for name, n in bytes_of.most_common())
+
+
+def _devices(options: argparse.Namespace) -> None:
+    found = device.devices()
+    if options.json:
+        print(json.dumps([asdict(d) for d in found], indent=2))
+        return
+    for d in found:
+        free, total = d.memory_free / _MIB, d.memory_total / _MIB
+        print(f"{_named(d)}: {d.type}, {free:.0f} of {total:.0f} MiB free")
+    print(f"default threads: {device.default_threads()}")
+    print(_build())
+
+
+def _make_model(options: argparse.Namespace) -> None:
+    with tqdm(desc="weights", unit="", unit_scale=True) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        make_model(
+            options.out, PRESETS[options.preset], options.type, seed=options.seed, progress=progress
+        )
+    print(f"{options.out}: {options.out.stat().st_size / _MIB:.1f} MiB")
+
+
+def _eval(options: argparse.Namespace) -> None:
+    prompt = _load(options.prompt)
+    frames = _load(options.steps) if options.steps else np.empty((len(prompt), 0), prompt.dtype)
+    partial = options.out.with_name(options.out.name + ".partial")
+    # Opened before the work, so that a wrong path costs nothing.
+    with partial.open("wb") as file:
+        try:
+            outputs = _run(options, prompt, frames)
+            np.savez(
+                file,
+                hidden=np.stack([o.hidden for o in outputs]),
+                logits=np.stack([o.logits for o in outputs]),
+            )
+            file.close()
+            partial.replace(options.out)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> npt.NDArray[Any]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: not an array file that np.save wrote ({error})") from None
+    if not isinstance(array, np.ndarray) or array.ndim != 2:
+        raise ValueError(f"{path}: expected one array of shape (11, n)")
+    return array
+
+
+def _run(
+    options: argparse.Namespace, prompt: npt.NDArray[Any], frames: npt.NDArray[Any]
+) -> list[Output]:
+    n_prompt, n_steps = prompt.shape[1], frames.shape[1]
+    with _open(options) as model, model.session(n_threads=options.threads) as session:
+        session.init_kv_cache(max(1, n_prompt + n_steps))
+        with tqdm(total=n_prompt, desc="prefill", unit="tok") as bar:
+            start = time.perf_counter()
+            outputs = [
+                session.prefill(
+                    prompt, chunk=options.chunk, progress=lambda done, _: bar.update(done - bar.n)
+                )
+            ]
+            prefill_s = time.perf_counter() - start
+        with tqdm(total=n_steps, desc="steps", unit="tok", disable=n_steps == 0) as bar:
+            start = time.perf_counter()
+            for frame in frames.T:
+                outputs.append(session.step(frame))
+                bar.set_postfix(position=session.n_past, refresh=False)
+                bar.update()
+            steps_s = time.perf_counter() - start
+        print(f"prefill    {n_prompt} positions, {n_prompt / prefill_s:.1f} tok/s")
+        if n_steps:
+            ms = steps_s / n_steps * 1e3
+            print(f"steps      {n_steps}, {ms:.2f} ms each, {n_steps / steps_s:.1f} tok/s")
+        rss = psutil.Process().memory_info().rss
+        print(f"position   {session.n_past} of {session.max_seq_len}, {session.n_threads} threads")
+        print(
+            f"memory     weights {model.nbytes / _MIB:.1f}, KV cache {session.nbytes / _MIB:.1f}, "
+            f"compute {session.compute_nbytes / _MIB:.1f}, RSS {rss / _MIB:.1f} MiB"
+        )
+    return outputs
+
+
+if __name__ == "__main__":
+    sys.exit(main())
