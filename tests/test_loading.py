@@ -546,7 +546,7 @@ def growth(what: Callable[[], None]) -> tuple[float, int, int]:
         for _ in range(10):
             what()
         gc.collect()
-        return (process.memory_info().rss - before) / 2**20
+        return float(process.memory_info().rss - before) / 2**20
 
     ten()
     files, threads = process.num_fds(), settled(process.num_threads)
@@ -561,7 +561,8 @@ def settled(count: Callable[[], int]) -> int:
 
 
 # A round holds some 10 MiB of graph context, 1 MiB of cache and, when they are read, 5 MiB of
-# weights: any of them leaked would be 50 MiB and more. This bound notices 41 KiB a round.
+# weights: any of them leaked would be 50 MiB and more. This bound notices 41 KiB a round, or
+# later where the leak hides in what the heap had kept.
 LEAK = 2.0  # MiB; seen 0.0
 
 

@@ -241,10 +241,17 @@ def test_fork_while_another_thread_is_the_first_to_use_the_library(
     code = """
 thread = threading.Thread(target=fresh)
 thread.start()
-print({forked(fresh) for _ in range(5)})
-thread.join(30)
+pids = []
+for _ in range(12):  # born one after the other, while the thread goes on
+    if (pid := os.fork()) == 0:
+        signal.alarm(20)
+        fresh()
+        os._exit(0)
+    pids.append(pid)
+print({os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids})
+thread.join(20)
 """
-    assert_clean(child(code, small_path, options=FORK, timeout=110), "{0}\n")
+    assert_clean(child(code, small_path, options=FORK, timeout=60), "{0}\n")
 
 
 def test_multiprocessing_with_fork(small_path: Path) -> None:
