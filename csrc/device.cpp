@@ -116,6 +116,36 @@ void use_threads(ggml_backend_t cpu, ggml_threadpool * pool, int n_threads) {
     ggml_backend_cpu_set_n_threads(cpu, n_threads);
 }
 
+ggml_type type_named(const char * name) {
+    for (int i = 0; i < GGML_TYPE_COUNT; i++) {
+        const char * known = ggml_type_name(ggml_type(i));
+        if (known && std::string(known) == name) {
+            return ggml_type(i);
+        }
+    }
+    fail(SLOWAR_ARGUMENT, "ggml has no type named \"%s\"", name);
+}
+
+ggml_backend_buffer_type_t repack_type(ggml_type type, const int64_t * ne) {
+    const ggml_backend_dev_t cpu = cpu_device();
+    const auto               ask = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
+    const ggml_context_ptr ctx(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
+    ggml_tensor *          w  = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, ne);
+    ggml_tensor *          op = ggml_mul_mat(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, ne[0]));
+    for (ggml_backend_buffer_type_t * buft = ask ? ask(cpu) : nullptr; buft && *buft; buft++) {
+        // The CPU answers for the buffer that a matrix lies in, so the question needs one.
+        const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(*buft, 0));
+        w->buffer        = empty.get();
+        const bool found = ggml_backend_dev_supports_op(cpu, op);
+        w->buffer        = nullptr;
+        if (found) {
+            return *buft;
+        }
+    }
+    return nullptr;
+}
+
 bool cpu_can_use(ggml_type type) {
     const bool look_up  = type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
     const bool multiply = ggml_get_type_traits_cpu(type)->vec_dot != nullptr;

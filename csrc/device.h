@@ -38,6 +38,12 @@ threadpool_ptr start_threads(int n_threads);
 
 void use_threads(ggml_backend_t cpu, ggml_threadpool * pool, int n_threads);
 
+// The type that ggml calls so ("q4_K"). Throws SLOWAR_ARGUMENT.
+ggml_type type_named(const char * name);
+
+// The buffer type in which the CPU keeps a matrix rearranged for its own kernels; nullptr if it has none for this one.
+ggml_backend_buffer_type_t repack_type(ggml_type type, const int64_t * ne);
+
 // Whether the CPU can multiply by and look up rows of a matrix of this type.
 bool cpu_can_use(ggml_type type);
 

@@ -75,6 +75,15 @@ void mapped_file::read(size_t offset, void * out, size_t n) const {
     }
 }
 
+void mapped_file::forget(size_t offset, size_t n) const {
+    const size_t page  = size_t(::sysconf(_SC_PAGESIZE));
+    const size_t begin = (offset + page - 1) / page * page;
+    const size_t end   = (offset + n) / page * page;
+    if (begin < end) {
+        ::madvise(data_ + begin, end - begin, MADV_DONTNEED);
+    }
+}
+
 // The number after `label` in a file of "label number" lines, or the file's first number when label is "". 0: not there.
 static uint64_t number_in(const char * path, const std::string & label) {
     std::ifstream in(path);

@@ -22,6 +22,9 @@ class mapped_file {
     // Reads bytes through the file, not the mapping, so that they never count as this process's mapped pages.
     void read(size_t offset, void * out, size_t n) const;
 
+    // The pages of these bytes are not needed any more; touching them reads them again.
+    void forget(size_t offset, size_t n) const;
+
   private:
     std::string path_;
     int         fd_   = -1;

@@ -19,7 +19,7 @@ import cffi
 
 from . import errors
 
-ABI = 1
+ABI = 2
 """The ``slowar_abi`` this package was written against."""
 
 _HERE = Path(__file__).parent

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,23 @@ _MAX_THREADS = 512  # GGML_MAX_N_THREADS
 _MAX_POSITIONS = 2**30 - 1  # positions are int32 and their sums must be too
 
 
+Logits = Literal["full", "semantic", "none"]
+"""Which logits an evaluation gives."""
+
+_LOGITS = {"none": 0, "semantic": 1, "full": 2}
+_ATTENTION = {"auto": 0, "reference": 1, "flash": 2, "ggml": 3}
+_BATCH = 512  # positions of a prefill chunk of the flash path: bounds the compute memory
+
+
 class Output(NamedTuple):
-    """What one evaluation says of its last position. Both arrays are the caller's own."""
+    """What one evaluation says of its last position. The first two arrays are the caller's own."""
 
     hidden: npt.NDArray[np.float32]
     """(n_embd,) what the Fast-AR takes."""
     logits: npt.NDArray[np.float32]
-    """(n_vocab,) unnormalised scores of the next token."""
+    """Unnormalised scores of the next token: (n_vocab,), or fewer when fewer were asked for."""
+    ids: npt.NDArray[np.int32]
+    """The token id of each of the logits. Read-only and shared."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +94,43 @@ class Session:
     """
 
     def __init__(
-        self, model: Model, max_seq_len: int | None = None, *, n_threads: int | None = None
+        self,
+        model: Model,
+        max_seq_len: int | None = None,
+        *,
+        n_threads: int | None = None,
+        attention: str = "auto",
+        kv_type: str = "f16",
+        logits: Logits = "full",
+        extra_ids: Sequence[int] = (),
     ) -> None:
         n_threads = default_threads() if n_threads is None else n_threads
         n_threads = as_int("n_threads", n_threads, 1, _MAX_THREADS)
+        c = model.config
+        extra = [as_int("an extra id", i, 0, c.n_vocab - 1) for i in extra_ids]
         self.model = model
-        self._config = model.config
+        self._config = c
+        self._logits = _one_of("logits", logits, _LOGITS)
+        self._ids = {
+            _LOGITS["none"]: _read_only([]),
+            _LOGITS["semantic"]: _read_only(
+                [*range(c.semantic_begin_id, c.semantic_end_id + 1), *extra]
+            ),
+            _LOGITS["full"]: _read_only(range(c.n_vocab)),
+        }
+
+        params = ffi.new("slowar_session_params *")
+        params.n_threads = n_threads
+        params.attention = _one_of("attention", attention, _ATTENTION)
+        name = ffi.new("char[]", kv_type.encode())
+        params.kv_type = name
+        params.n_batch = 0 if attention == "reference" else _BATCH
+        ids = ffi.new("int32_t[]", extra)
+        params.extra_ids = ids
+        params.n_extra_ids = len(extra)
         out = ffi.new("slowar_session **")
         with model._handle.use() as pointer:
-            call(lib.slowar_session_open, out, pointer, n_threads)
+            call(lib.slowar_session_open, out, pointer, params)
         self._handle = Handle(out[0], lib.slowar_session_close, "session")
         self._state = ffi.new("slowar_session_state *")
         self._refresh(out[0])
@@ -154,6 +192,7 @@ class Session:
         *,
         chunk: int | None = None,
         progress: Progress | None = None,
+        logits: Logits | None = None,
     ) -> Output:
         """Evaluate a prompt, in chunks where that pays.
 
@@ -164,10 +203,14 @@ class Session:
             positions whose id is not semantic are ignored. Any integer dtype, byte order and
             layout.
         chunk
-            Positions per evaluation; None: ``prefill_chunk`` decides. Results depend slightly on
-            it, since the past is kept in F16 and the current chunk is not.
+            Positions per evaluation; None: 512 with flash attention, ``prefill_chunk`` with the
+            reference, whose results depend slightly on it: it keeps the past in F16 and the current
+            chunk not.
         progress
             Called with (positions done, n) after each chunk. What it raises ends the prefill.
+
+        logits
+            ``"full"``, ``"semantic"`` or ``"none"``; None: as the session was opened.
 
         Returns
         -------
@@ -189,23 +232,22 @@ class Session:
             if chunk is None
             else as_int("chunk", chunk, 1, _MAX_POSITIONS)
         )
-        return self._evaluate(flat, size, progress)
+        return self._evaluate(flat, logits, size, progress)
 
-    def prefill_fast(self, tokens: npt.ArrayLike) -> Output:
-        """Evaluate a prompt of shape (1 + n_codebook, n) in one evaluation.
+    def prefill_fast(self, tokens: npt.ArrayLike, *, logits: Logits | None = None) -> Output:
+        """Evaluate a prompt of shape (1 + n_codebook, n) at once. Otherwise as ``prefill``."""
+        return self._evaluate(as_prompt(tokens, self._config), logits)
 
-        Otherwise as ``prefill``.
-        """
-        return self._evaluate(as_prompt(tokens, self._config))
-
-    def step(self, frame: npt.ArrayLike) -> Output:
+    def step(self, frame: npt.ArrayLike, *, logits: Logits | None = None) -> Output:
         """Evaluate one position: integers of shape (1 + n_codebook,), the token id first.
 
         Otherwise as ``prefill``.
         """
-        return self._evaluate(as_frame(frame, self._config))
+        return self._evaluate(as_frame(frame, self._config), logits)
 
     def _default_chunk(self, flat: Flat) -> int | None:
+        if self.attention != "reference":
+            return _BATCH
         c = self._config
         semantic = (flat[:, 0] >= c.semantic_begin_id) & (flat[:, 0] <= c.semantic_end_id)
         return prefill_chunk(
@@ -215,13 +257,18 @@ class Session:
         )
 
     def _evaluate(
-        self, flat: Flat, chunk: int | None = None, progress: Progress | None = None
+        self,
+        flat: Flat,
+        logits: Logits | None,
+        chunk: int | None = None,
+        progress: Progress | None = None,
     ) -> Output:
+        which = self._logits if logits is None else _one_of("logits", logits, _LOGITS)
         with self._handle.use() as pointer:
-            return self._run(pointer, flat, chunk or len(flat), progress)
+            return self._run(pointer, flat, which, chunk or len(flat), progress)
 
     def _run(
-        self, pointer: Any, flat: Flat, chunk: int, progress: Progress | None = None
+        self, pointer: Any, flat: Flat, which: int, chunk: int, progress: Progress | None = None
     ) -> Output:
         """All positions of ``flat`` or none: the way of every evaluation."""
         n = len(flat)
@@ -236,7 +283,8 @@ class Session:
             # A bad id in the last chunk must not cost the evaluation of the first.
             call(lib.slowar_check_tokens, pointer, _int32(flat), n)
         hidden = np.empty(self._config.n_embd, np.float32)
-        logits = np.empty(self._config.n_vocab, np.float32)
+        ids = self._ids[which]
+        logits = np.empty(len(ids), np.float32)
         try:
             for at in range(0, n, chunk):
                 part = flat[at : at + chunk]
@@ -246,8 +294,9 @@ class Session:
                     pointer,
                     _int32(part),
                     len(part),
+                    which,
                     _float32(hidden) if last else ffi.NULL,
-                    _float32(logits) if last else ffi.NULL,
+                    _float32(logits) if last and which else ffi.NULL,
                 )
                 self._refresh(pointer)
                 if progress is not None:
@@ -255,7 +304,7 @@ class Session:
         except BaseException:  # Ctrl-C and what progress raises, too
             self._rewind(pointer, start)
             raise
-        return Output(hidden, logits)
+        return Output(hidden, logits, ids)
 
     # ---- looking inside
 
@@ -292,7 +341,7 @@ class Session:
         with self._handle.use() as pointer:
             try:
                 call(lib.slowar_trace_select, pointer, keep, len(keep))
-                output = self._run(pointer, flat, len(flat))
+                output = self._run(pointer, flat, self._logits, len(flat))
                 return output, {name: _trace(pointer, i) for i, name in enumerate(names)}
             finally:
                 call(lib.slowar_trace_select, pointer, ffi.NULL, 0)
@@ -326,6 +375,11 @@ class Session:
         """Positions the cache holds; 0: no cache."""
         self._handle.check()
         return int(self._state.max_seq_len)
+
+    @property
+    def attention(self) -> str:
+        """``"flash"`` or ``"reference"``: what evaluations take. Known once there is a cache."""
+        return "reference" if self._state.attention == _ATTENTION["reference"] else "flash"
 
     @property
     def n_threads(self) -> int:
@@ -368,6 +422,18 @@ class Session:
         if self._handle.closed:
             return "<Session: closed>"
         return f"<Session: position {self._state.n_past} of {self._state.max_seq_len}>"
+
+
+def _one_of(name: str, value: str, known: dict[str, int]) -> int:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    return known[value]
+
+
+def _read_only(ids: Iterable[int]) -> npt.NDArray[np.int32]:
+    array = np.fromiter(ids, np.int32)
+    array.flags.writeable = False
+    return array
 
 
 def _int32(array: Flat) -> Any:
