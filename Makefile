@@ -6,6 +6,7 @@
 #   make lint       ruff, mypy, clang-format: changes nothing
 #   make format     ruff and clang-format: rewrites
 #   make sanitize   the boundary and parity tests under AddressSanitizer and UBSan
+#   make dist-check sdist, a wheel from it alone, that wheel in a fresh environment
 #   make lib        compile csrc alone, after a change
 #   make clean      remove all that the others made
 
@@ -17,22 +18,24 @@ SANITIZE_TESTS := tests -m sanitize
 TYPED          := pyggml_slowar setup.py $(wildcard tests benchmarks examples)
 CSRC            = $(wildcard csrc/*.h csrc/*.cpp csrc/reference/*.h csrc/reference/*.cpp)
 
+DIST        := build/dist
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 # Where setup.py builds.
 TREE = build/$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench lint format sanitize lib clean
+.NOTPARALLEL:
+.PHONY: demo test bench lint format sanitize dist-check lib clean
 
 demo: lib
 	$(BIN)/python examples/demo.py
 
-test: lib $(VENV)/.test
+test: $(VENV)/.test lib
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: lib $(VENV)/.test
-	$(BIN)/python -m pytest benchmarks $(PYTEST_ARGS)
+bench: lib
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit; done
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -46,7 +49,7 @@ format: $(VENV)/.lint
 	$(BIN)/clang-format -i $(CSRC)
 
 # The runtimes must be in the process before Python is. Its own leaks are not our subject.
-sanitize: lib $(VENV)/.test
+sanitize: $(VENV)/.test lib
 	$(BIN)/python setup.py -q libslowar --inplace --sanitize
 	LD_PRELOAD="$$(for so in libasan.so libubsan.so libstdc++.so.6; do $${CXX:-c++} -print-file-name=$$so; done | tr '\n' ' ')" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:abort_on_error=1 \
@@ -54,13 +57,24 @@ sanitize: lib $(VENV)/.test
 	SLOWAR_LIBRARY="$(CURDIR)/$(TREE)/asan/libslowar.so" \
 	$(BIN)/python -m pytest $(SANITIZE_TESTS) $(PYTEST_ARGS)
 
+# TMPDIR: where the sdist is unpacked and the wheel built from it, so nothing else is within reach.
+dist-check: $(VENV)/.test
+	rm -rf $(DIST)
+	mkdir -p "$(DIST)/schräge Größe"
+	TMPDIR="$(CURDIR)/$(DIST)/schräge Größe" $(BIN)/python -m build --outdir $(DIST) .
+	rm -rf "$(DIST)/schräge Größe"
+	$(PYTHON) -m venv $(DIST)/venv
+	$(DIST)/venv/bin/python -m pip install -q --disable-pip-version-check $(DIST)/*-py3-none-*.whl
+	cd $(DIST) && venv/bin/slowar devices
+
 lib: $(VENV)/.installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q libslowar --inplace
+	$(BIN)/python setup.py -q libslowar --inplace
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info pyggml_slowar/libslowar.* pyggml_slowar/slowar.h pyggml_slowar/licenses
 
-# Set-up. A stamp is as old as the last change to what is installed.
+# Set-up. A stamp says that the install of that name is newer than what describes it; the larger
+# installs contain the smaller ones.
 
 $(BIN)/python:
 	$(PYTHON) -m venv --clear $(VENV)
@@ -69,10 +83,10 @@ $(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
 	$(PIP_INSTALL) -e '.[native]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.installed
+$(VENV)/.test: pyproject.toml setup.py | $(BIN)/python
 	$(PIP_INSTALL) -e '.[test]'
-	touch $@
+	touch $(VENV)/.installed $@
 
-$(VENV)/.lint: $(VENV)/.installed
+$(VENV)/.lint: pyproject.toml setup.py | $(BIN)/python
 	$(PIP_INSTALL) -e '.[lint,test]'
-	touch $@
+	touch $(VENV)/.installed $(VENV)/.test $@

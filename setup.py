@@ -10,6 +10,8 @@ Environment: ``CMAKE_ARGS`` holds options for CMake (``-DGGML_CUDA=ON``), ``CC``
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import shlex
@@ -130,9 +132,9 @@ def configure(tree: Path) -> None:
     reason = tree / "slowar-error.txt"
     reason.unlink(missing_ok=True)
 
-    # Under pip's build isolation cmake and ninja lie in a folder of another name each time: the
-    # cache must be told where ninja is now.
-    ninja = shutil.which("ninja")
+    # Under pip's build isolation ninja lies in a folder of another name each time: the cache must
+    # be told where it is now.
+    ninja = find_program("ninja", "BIN_DIR")
     command = [
         find_cmake(),
         "-S",
@@ -173,13 +175,25 @@ def jobs() -> list[str]:
 
 
 def find_cmake() -> str:
-    cmake = shutil.which("cmake")
+    cmake = find_program("cmake", "CMAKE_BIN_DIR")
     if cmake is None:
         raise ExecError(
             "CMake was not found: run `pip install cmake ninja`, or build without "
             "--no-build-isolation, which installs both by itself."
         )
     return cmake
+
+
+def find_program(name: str, folder: str) -> str | None:
+    """Find the program that this Python's package ``name`` carries, else the one on PATH.
+
+    In that order, because two versions of CMake in turn on one build folder compile ggml anew.
+    """
+    with contextlib.suppress(ImportError):
+        carried = getattr(importlib.import_module(name), folder, None)
+        if carried and (found := shutil.which(name, path=carried)):
+            return found
+    return shutil.which(name)
 
 
 def run(command: list[str]) -> int:
