@@ -44,6 +44,11 @@ static slowar_status write(slowar_error * err, slowar_status status, int os_errn
     if (err) {
         err->os_errno = os_errno;
         std::snprintf(err->message, sizeof(err->message), "%s", message);
+        for (char * c = err->message; *c; c++) {
+            if (static_cast<unsigned char>(*c) < ' ' || *c == 0x7f) {
+                *c = '?';  // names come from files, and a message is one line of text
+            }
+        }
     }
     return status;
 }

@@ -314,24 +314,25 @@ slowar_session_state session::state() const {
     return out;
 }
 
-void session::graph_node(int32_t n_past, int32_t n_tokens, int32_t i, slowar_node * out, int32_t * n_nodes) {
+std::vector<slowar_node> session::graph_nodes(int32_t n_past, int32_t n_tokens) {
     const kv_cache & cache = need_cache();
     if (n_past < 0 || n_tokens < 1 || n_tokens > cache.max_seq_len() - n_past) {
         fail(SLOWAR_ARGUMENT, "n_past %d and n_tokens %d, expected 0 or more, 1 or more, together at most %d", n_past,
              n_tokens, cache.max_seq_len());
     }
     const graph & g = plan_for(n_tokens).build(context(), shape_of(n_past, n_tokens, output::full));
-    *n_nodes        = ggml_graph_n_nodes(g.nodes);
-    if (i >= *n_nodes) {
-        fail(SLOWAR_ARGUMENT, "node %d does not exist: there are %d", i, *n_nodes);
+
+    std::vector<slowar_node> nodes;
+    for (int i = 0; i < ggml_graph_n_nodes(g.nodes); i++) {
+        const ggml_tensor * t   = ggml_graph_node(g.nodes, i);
+        slowar_node         out = {};
+        std::snprintf(out.name, sizeof(out.name), "%s", t->name);
+        std::snprintf(out.op, sizeof(out.op), "%s", ggml_op_desc(t));
+        std::snprintf(out.type, sizeof(out.type), "%s", ggml_type_name(t->type));
+        std::copy_n(t->ne, GGML_MAX_DIMS, out.ne);
+        nodes.push_back(out);
     }
-    if (i >= 0 && out) {
-        const ggml_tensor * t = ggml_graph_node(g.nodes, i);
-        std::snprintf(out->name, sizeof(out->name), "%s", t->name);
-        std::snprintf(out->op, sizeof(out->op), "%s", ggml_op_desc(t));
-        std::snprintf(out->type, sizeof(out->type), "%s", ggml_type_name(t->type));
-        std::copy_n(t->ne, GGML_MAX_DIMS, out->ne);
-    }
+    return nodes;
 }
 
 }  // namespace slowar

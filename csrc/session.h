@@ -75,8 +75,8 @@ class session {
 
     const config & hyper() const { return w_->hyper; }
 
-    // The nodes of an evaluation's graph: *n_nodes is their number, node i is copied to out when there is one.
-    void graph_node(int32_t n_past, int32_t n_tokens, int32_t i, slowar_node * out, int32_t * n_nodes);
+    // What an evaluation of n_tokens at n_past computes, in order. Drops the graph that was ready.
+    std::vector<slowar_node> graph_nodes(int32_t n_past, int32_t n_tokens);
 
     std::vector<std::string> trace_names;
     std::vector<trace>       traces;  // of the last evaluation, in the order of trace_names

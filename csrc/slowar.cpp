@@ -272,11 +272,15 @@ slowar_status slowar_eval_cached(slowar_session * session, const int32_t * token
     });
 }
 
-slowar_status slowar_graph_node(slowar_session * session, int32_t n_past, int32_t n_tokens, int32_t i,
-                                slowar_node * out, int32_t * n_nodes, slowar_error * err) {
+slowar_status slowar_graph_nodes(slowar_session * session, int32_t n_past, int32_t n_tokens, slowar_node * out,
+                                 int32_t capacity, int32_t * n_nodes, slowar_error * err) {
     return guard(err, [&] {
         need(n_nodes, "n_nodes");
-        owned(session).s.graph_node(n_past, n_tokens, i, out, n_nodes);
+        const std::vector<slowar_node> nodes = owned(session).s.graph_nodes(n_past, n_tokens);
+        *n_nodes                             = int32_t(nodes.size());
+        if (out) {
+            std::copy_n(nodes.begin(), std::clamp(capacity, 0, *n_nodes), out);
+        }
     });
 }
 

@@ -143,6 +143,7 @@ typedef struct slowar_tensor {
     char         name[64];
     char         type[16]; /* ggml's name: "f32", "q4_K", ... */
     int64_t      ne[4];    /* ggml order, fastest first */
+    int32_t      n_dims;
     uint64_t     n_bytes;
     slowar_place place;
 } slowar_tensor;
@@ -228,7 +229,7 @@ slowar_status slowar_eval_cached(slowar_session * session, const int32_t * token
 
 /* ---- looking inside --------------------------------------------------------------------------------------------- */
 
-/* A node of the documented graph, as slowar_graph_node lists them. */
+/* A node of a graph, as slowar_graph_nodes lists them. */
 typedef struct slowar_node {
     char    name[64]; /* "attn_norm-3", "hidden"; tensors without a name of ours have ggml's */
     char    op[32];   /* ggml's name: "MUL_MAT" */
@@ -236,10 +237,10 @@ typedef struct slowar_node {
     int64_t ne[4]; /* ggml order */
 } slowar_node;
 
-/* Builds the graph of an evaluation of n_tokens at n_past, without computing it, and copies node i; i = -1 counts:
- * *n_nodes is written either way. */
-slowar_status slowar_graph_node(slowar_session * session, int32_t n_past, int32_t n_tokens, int32_t i,
-                                slowar_node * out, int32_t * n_nodes, slowar_error * err);
+/* Builds the graph of an evaluation of n_tokens at n_past, without computing it. *n_nodes becomes the number of its nodes,
+ * the first `capacity` of which are copied to `out`. */
+slowar_status slowar_graph_nodes(slowar_session * session, int32_t n_past, int32_t n_tokens, slowar_node * out,
+                                 int32_t capacity, int32_t * n_nodes, slowar_error * err);
 
 /* From now on every evaluation keeps a float32 copy of these named tensors ("l_out-0", ...), until it is called with
  * n_names = 0. A name the graph does not have makes the evaluation fail with SLOWAR_ARGUMENT. */

@@ -45,7 +45,8 @@ weights::weights(const std::string & path, ggml_backend_dev_t device, const slow
 }
 
 void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, bool on_device) {
-    const file_tensor & t = file->tensor(name);
+    const file_tensor & t      = file->tensor(name);
+    const int32_t       n_dims = int32_t(ne.size());
     ne.resize(std::max(ne.size(), n_dims_of(t)), 1);
     if (!std::equal(ne.begin(), ne.end(), t.ne)) {
         fail(SLOWAR_FORMAT, "tensor %s has shape %s, expected %s", name.c_str(), shape(t.ne, n_dims_of(t)).c_str(),
@@ -56,8 +57,8 @@ void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::
              how == use::scale ? "f32" : "a type of matrix that ggml can multiply by");
     }
     const bool there = on_device && device_supports(how, t);
-    list.push_back(
-        { &t, &slot, there ? SLOWAR_PLACE_DEVICE : SLOWAR_PLACE_HOST, how == use::multiply && &slot != &output });
+    const bool repack = how == use::multiply && &slot != &output;
+    list.push_back({ &t, &slot, n_dims, there ? SLOWAR_PLACE_DEVICE : SLOWAR_PLACE_HOST, repack });
 }
 
 bool weights::device_supports(use how, const file_tensor & t) const {
@@ -90,6 +91,10 @@ void weights::want_all(int32_t n_gpu_layers) {
     want(codebook_embeddings, "codebook_embeddings.weight", use::look_up,
          { c.n_embd, int64_t(c.n_codebook) * c.codebook_size }, ends);
 
+    const std::string beyond = "layers." + std::to_string(c.n_layer) + ".attention_norm.weight";
+    if (file->find(beyond)) {
+        fail(SLOWAR_FORMAT, "key fish-speech.block_count is %d, yet the file has tensor %s", c.n_layer, beyond.c_str());
+    }
     layers.resize(size_t(c.n_layer));
     for (int32_t il = 0; il < c.n_layer; il++) {
         layer_weights &   l    = layers[size_t(il)];
@@ -217,6 +222,7 @@ void weights::describe(const wanted & w) {
     std::snprintf(out.type, sizeof(out.type), "%s", ggml_type_name(t->type));
     std::copy_n(t->ne, GGML_MAX_DIMS, out.ne);
     out.n_bytes = ggml_nbytes(t);
+    out.n_dims  = w.n_dims;
     out.place   = w.where;
     table.push_back(out);
 

@@ -45,6 +45,7 @@ struct weights {
     struct wanted {
         const file_tensor * source;
         ggml_tensor **      slot;
+        int32_t             n_dims;
         slowar_place        where;
         bool                repack;
     };

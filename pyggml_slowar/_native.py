@@ -6,18 +6,20 @@ lets one caller at a time use it. The GIL is released while C runs.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cffi
 
 from . import errors
+
+T = TypeVar("T")
 
 ABI = 2
 """The ``slowar_abi`` this package was written against."""
@@ -39,6 +41,8 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
     8: errors.ComputeError,
 }
 _OS = 2
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _declarations() -> str:
@@ -84,7 +88,9 @@ def call(function: Callable[..., int], *args: Any, path: str | None = None) -> N
     message = text(error.message)
     if status == _OS:
         raise OSError(error.os_errno, message, path)
-    raise _EXCEPTIONS.get(status, errors.SlowARError)(f"{path}: {message}" if path else message)
+    if path is not None:
+        message = f"{_CONTROL.sub('?', path)}: {message}"
+    raise _EXCEPTIONS.get(status, errors.SlowARError)(message)
 
 
 def _pass_on_log() -> None:
@@ -131,30 +137,40 @@ class Handle:
         if self._pointer is None:
             raise errors.SessionStateError(f"the {self._noun} is closed")
 
-    @contextlib.contextmanager
-    def use(self) -> Iterator[Any]:
-        """The C pointer, this thread's alone until the block ends. Waits for other threads."""
+    def run(self, body: Callable[[Any], T]) -> T:
+        """Call ``body`` with the C pointer, which is this thread's alone until it returns."""
         self.check()
+
+        def checked() -> T:
+            self.check()
+            return body(self._pointer)
+
+        return self._alone(checked)
+
+    def _alone(self, body: Callable[[], T]) -> T:
         me = threading.get_ident()
-        if self._user == me:
+        # The lock has the last word: an interrupt may have left a user behind.
+        if self._lock.locked() and self._user == me:
             raise errors.SessionStateError(
                 f"the {self._noun} is busy: it was called again from inside its own call"
             )
+        # A bare `with` on the lock, in a plain function: between the parts of a context manager
+        # written in Python, Ctrl-C could leave it taken.
         with self._lock:
-            self.check()
             try:
                 self._user = me
-                yield self._pointer
+                return body()
             finally:
                 self._user = None
 
     def close(self) -> None:
         """Give the object back; twice is fine. In another process than its own: only forget it."""
-        if self._pointer is None:
-            return
         if os.getpid() != self._process:
             self._pointer = None  # the destructor does nothing in this process
-            return
-        with self.use() as pointer:
-            self._pointer = None
+        else:
+            self._alone(self._release)
+
+    def _release(self) -> None:
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
             ffi.release(pointer)

@@ -121,7 +121,9 @@ class Model:
     ) -> None:
         n_gpu_layers = as_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
         chosen = _device.choose(backend, as_int("device", device, 0, 2**31 - 1))
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
+        if "\0" in self.path:
+            raise ValueError(f"path is {self.path!r}: embedded null character")
         self.device = _device.devices()[chosen]
 
         params = ffi.new("slowar_model_params *")
@@ -182,7 +184,8 @@ class Model:
             is flash by ggml's own kernel everywhere. ``"auto"``: flash where the device has
             every operation it needs, else reference; ``Session.attention`` says which.
         kv_type
-            Of the cache: ``"f16"``, ``"bf16"``, ``"f32"`` or ``"q8_0"`` (head size a multiple of 32).
+            Of the cache: ``"f16"``, ``"bf16"``, ``"f32"`` or ``"q8_0"`` (head size a multiple
+            of 32).
         logits
             What evaluations give unless they are told otherwise: ``"full"`` (n_vocab,),
             ``"semantic"`` (the semantic ids, then ``extra_ids``) or ``"none"``.
@@ -212,8 +215,9 @@ class Model:
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor the model uses, in the order of the forward pass."""
-        with self._handle.use() as pointer:
-            return [_tensor(pointer, i) for i in range(self._n_tensors)]
+        return self._handle.run(
+            lambda pointer: [_tensor(pointer, i) for i in range(self._n_tensors)]
+        )
 
     def close(self) -> None:
         """Give the model back; twice is fine.
@@ -245,7 +249,5 @@ class Model:
 def _tensor(pointer: object, i: int) -> TensorInfo:
     t = ffi.new("slowar_tensor *")
     call(lib.slowar_model_get_tensor, pointer, i, t)
-    shape = tuple(reversed([int(n) for n in t.ne]))
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
+    shape = tuple(reversed([int(n) for n in t.ne[0 : t.n_dims]]))
     return TensorInfo(text(t.name), text(t.type), shape, t.n_bytes, _PLACES[t.place])
