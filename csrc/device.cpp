@@ -7,12 +7,44 @@
 
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 
 namespace slowar {
 
 // ggml's threads spin this long for the next graph before they sleep, in units of 131072 pauses: 1 is about 3 ms, which
 // bridges the gap between two steps of a loop and costs an idle process nothing; ggml's default of 50 burns 0.15 s.
 static const uint32_t poll_level = 1;
+
+// ggml sets itself up in function statics and under one mutex, which a child would find taken for ever if it were forked
+// while another thread is inside. So a fork waits for both. (ggml declares these two in a header of its own.)
+extern "C" void ggml_critical_section_start(void);
+extern "C" void ggml_critical_section_end(void);
+
+static std::mutex setup_mutex;
+
+static void before_fork() {
+    setup_mutex.lock();
+    ggml_critical_section_start();
+}
+
+static void after_fork() {
+    ggml_critical_section_end();
+    setup_mutex.unlock();
+}
+
+static const bool forks_wait = (at_fork(before_fork, after_fork), true);
+
+void setup() {
+    static bool done = false;
+
+    const std::lock_guard<std::mutex> hold(setup_mutex);
+    if (!done && forks_wait) {
+        capture_log();
+        ggml_backend_dev_count();
+        ggml_cpu_init();
+        done = true;
+    }
+}
 
 std::vector<ggml_backend_dev_t> list_devices() {
     std::vector<ggml_backend_dev_t> devices;

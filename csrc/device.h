@@ -10,6 +10,9 @@
 
 namespace slowar {
 
+// Before anything else of this file or of ggml: sets ggml up, once, where no fork can come in between.
+void setup();
+
 std::vector<ggml_backend_dev_t> list_devices();
 
 slowar_device describe(ggml_backend_dev_t device);

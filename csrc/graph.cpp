@@ -13,7 +13,7 @@ class builder {
   public:
     builder(ggml_context * ctx, const graph_context & with, const graph_shape & shape)
         : ctx(ctx), w(with.w), c(with.w.hyper), with(with), shape(shape), n_tokens(shape.n_tokens) {
-        out.nodes = ggml_new_graph_custom(ctx, max_graph_nodes, /*grads =*/false);
+        out.nodes = ggml_new_graph_custom(ctx, with.max_nodes, /*grads =*/false);
     }
 
     graph forward() {

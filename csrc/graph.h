@@ -57,9 +57,10 @@ struct graph_context {
     const kv_cache &             cache;
     const std::vector<int32_t> & extra_ids;  // logits columns behind the semantic ones
     int                          n_threads;
+    size_t                       max_nodes;  // room for nodes and leaves
 };
 
-// Room for the nodes of any model that config.cpp lets through.
+// The documented size of the reference's graph: room for the nodes of any model that config.cpp lets through.
 constexpr size_t max_graph_nodes = 32768;
 
 graph build_graph(ggml_context * ctx, const graph_context & with, const graph_shape & shape);

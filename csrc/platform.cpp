@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <mutex>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -114,6 +115,12 @@ uint64_t available_memory() {
     return free;
 }
 
+bool can_allocate(size_t n) {
+    void * const at = std::malloc(n);
+    std::free(at);
+    return at != nullptr;
+}
+
 bool can_start_threads(int n) {
     std::vector<std::thread> started;
     std::mutex               gate;
@@ -134,6 +141,10 @@ bool can_start_threads(int n) {
         t.join();
     }
     return all;
+}
+
+void at_fork(void (*before)(), void (*after)()) {
+    ::pthread_atfork(before, after, after);
 }
 
 int64_t process_id() {

@@ -36,9 +36,15 @@ class mapped_file {
 // the system does not say.
 uint64_t available_memory();
 
+// Whether n bytes of host memory can be had now (ggml does not look at what malloc returns).
+bool can_allocate(size_t n);
+
 // Whether n more threads can be started now (ggml would abort where it cannot).
 bool can_start_threads(int n);
 
 int64_t process_id();
+
+// From now on every fork of this process runs between before() and after(), which both sides call.
+void at_fork(void (*before)(), void (*after)());
 
 }  // namespace slowar

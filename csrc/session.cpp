@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "error.h"
+#include "platform.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,12 +21,25 @@ static const int32_t kv_block = 256;
 // planned_graph
 //
 
-planned_graph::planned_graph(std::vector<ggml_backend_t> backends)
-    : buffer_(new uint8_t[context_bytes]),
-      sched_(ggml_backend_sched_new(backends.data(), nullptr, int(backends.size()), max_graph_nodes,
-                                    /*parallel =*/false, /*op_offload =*/false)) {}
+// A scheduler takes memory for every node to be a part of its own with inputs to copy (GGML_SCHED_MAX_SPLIT_INPUTS is 30),
+// all but a little of which is never touched, and does not look whether it got it.
+static void check_scheduler_memory(size_t max_nodes) {
+    const size_t n_bytes = max_nodes * (2 * 30 + 4) * sizeof(ggml_tensor);
+    if (!can_allocate(n_bytes)) {
+        fail(SLOWAR_MEMORY, "no address space for a scheduler of %zu nodes (%.1f MiB)", max_nodes,
+             double(n_bytes) / (1 << 20));
+    }
+}
+
+planned_graph::planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes)
+    : buffer_(new uint8_t[context_bytes]), backends_(std::move(backends)), max_nodes_(max_nodes) {}
 
 const graph & planned_graph::build(const graph_context & with, const graph_shape & shape) {
+    if (!sched_) {
+        check_scheduler_memory(max_nodes_);
+        sched_.reset(ggml_backend_sched_new(backends_.data(), nullptr, int(backends_.size()), max_nodes_,
+                                            /*parallel =*/false, /*op_offload =*/false));
+    }
     drop();
     context_.reset();
     context_.reset(ggml_init({ context_bytes, buffer_.get(), /*no_alloc =*/true }));
@@ -49,8 +63,10 @@ void planned_graph::allocate() {
     ready_ = true;
 }
 
+// A scheduler that found no memory takes its plan for a good one the next time: it must not see a next time.
 void planned_graph::no_memory(size_t mark) {
-    drop();
+    ready_ = false;
+    sched_.reset();
     fail(SLOWAR_MEMORY, "no compute memory for %d positions: %s", shape_.n_tokens, log_since(mark).c_str());
 }
 
@@ -59,16 +75,22 @@ ggml_status planned_graph::compute() {
 }
 
 void planned_graph::drop() {
-    ggml_backend_sched_reset(sched_.get());
     ready_ = false;
+    if (sched_) {
+        ggml_backend_sched_reset(sched_.get());
+    }
 }
 
 uint64_t planned_graph::n_bytes() const {
     uint64_t n = 0;
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched_.get()); i++) {
-        n += ggml_backend_sched_get_buffer_size(sched_.get(), ggml_backend_sched_get_backend(sched_.get(), i));
+    for (ggml_backend_t backend : backends_) {
+        n += sched_ ? ggml_backend_sched_get_buffer_size(sched_.get(), backend) : 0;
     }
     return n;
+}
+
+int planned_graph::n_splits() const {
+    return sched_ ? ggml_backend_sched_get_n_splits(sched_.get()) : 0;
 }
 
 //
@@ -93,7 +115,7 @@ const kv_cache & session::need_cache() const {
 }
 
 graph_context session::context() const {
-    return { *w_, need_cache(), extra_ids_, n_threads_ };
+    return { *w_, need_cache(), extra_ids_, n_threads_, max_nodes() };
 }
 
 planned_graph & session::plan_for(int32_t n_tokens) {
@@ -120,37 +142,20 @@ graph_shape session::shape_of(int32_t n_past, int32_t n_tokens, output out) cons
     return s;
 }
 
+// The reference has the documented room; else what a layer (fewer than 64 nodes and weights), a codebook and an extra id
+// can come to.
+size_t session::max_nodes() const {
+    const config & c = w_->hyper;
+    return path_ == attention_path::reference ? max_graph_nodes
+                                              : size_t(64 * c.n_layer + 4 * c.n_codebook) + 4 * extra_ids_.size() + 128;
+}
+
 void session::init_kv_cache(int32_t max_seq_len) {
     clear_kv_cache();
     try {
         // The whole cache goes to the GPU as soon as one layer is there.
         cache_.emplace(w_->hyper, gpu_ ? w_->device : cpu_device(), kv_type_, max_seq_len);
-
-        std::vector<ggml_backend_t> backends;
-        if (gpu_) {
-            backends.push_back(gpu_.get());
-        }
-        backends.push_back(cpu_.get());
-        step_.emplace(backends);
-        batch_.emplace(backends);
-
-        switch (asked_) {
-            case SLOWAR_ATTENTION_REFERENCE: path_ = attention_path::reference; break;
-            case SLOWAR_ATTENTION_GGML:      path_ = attention_path::flash; break;
-            case SLOWAR_ATTENTION_FLASH:
-            case SLOWAR_ATTENTION_AUTO:
-                path_ = gpu_ ? attention_path::flash : attention_path::cpu;
-                if (gpu_ && !gpu_supports_flash()) {
-                    if (asked_ == SLOWAR_ATTENTION_FLASH) {
-                        fail(SLOWAR_DEVICE,
-                             "%s lacks an operation of the flash path; attention \"reference\" runs there",
-                             ggml_backend_dev_name(w_->device));
-                    }
-                    path_ = attention_path::reference;
-                }
-                break;
-        }
-
+        choose_path();
         for (const int32_t n : { 1, std::min(n_batch_, max_seq_len) }) {
             if (n > 0) {
                 plan_for(n).build(context(), shape_of(max_seq_len - n, n, output::full));
@@ -161,6 +166,31 @@ void session::init_kv_cache(int32_t max_seq_len) {
         clear_kv_cache();
         throw;
     }
+}
+
+void session::choose_path() {
+    path_ = asked_ == SLOWAR_ATTENTION_REFERENCE      ? attention_path::reference
+            : asked_ == SLOWAR_ATTENTION_GGML || gpu_ ? attention_path::flash
+                                                      : attention_path::cpu;
+    plan_graphs();
+    if (path_ == attention_path::flash && gpu_ && !gpu_supports_flash()) {
+        if (asked_ != SLOWAR_ATTENTION_AUTO) {
+            fail(SLOWAR_DEVICE, "%s lacks an operation of the flash path; attention \"reference\" runs there",
+                 ggml_backend_dev_name(w_->device));
+        }
+        path_ = attention_path::reference;
+        plan_graphs();
+    }
+}
+
+void session::plan_graphs() {
+    std::vector<ggml_backend_t> backends;
+    if (gpu_) {
+        backends.push_back(gpu_.get());
+    }
+    backends.push_back(cpu_.get());
+    step_.emplace(backends, max_nodes());
+    batch_.emplace(backends, max_nodes());
 }
 
 // Asks the device about every node that it would be given.

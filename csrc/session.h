@@ -21,7 +21,7 @@ struct trace {
 // A graph with memory: its metadata, its scheduler, and the shape it was built for.
 class planned_graph {
   public:
-    explicit planned_graph(std::vector<ggml_backend_t> backends);
+    planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes);
 
     // Forgets the graph there was and builds another in the same memory, without giving it compute memory.
     const graph & build(const graph_context & with, const graph_shape & shape);
@@ -46,17 +46,19 @@ class planned_graph {
 
     uint64_t n_bytes() const;
 
-    int n_splits() const { return ggml_backend_sched_get_n_splits(sched_.get()); }
+    int n_splits() const;
 
   private:
     [[noreturn]] void no_memory(size_t log_mark);
 
-    std::unique_ptr<uint8_t[]> buffer_;  // every graph's metadata, one at a time
-    ggml_context_ptr           context_;
-    ggml_backend_sched_ptr     sched_;
-    graph                      graph_ = {};
-    graph_shape                shape_;
-    bool                       ready_ = false;
+    std::unique_ptr<uint8_t[]>  buffer_;  // every graph's metadata, one at a time
+    std::vector<ggml_backend_t> backends_;
+    size_t                      max_nodes_;
+    ggml_context_ptr            context_;
+    ggml_backend_sched_ptr      sched_;  // made when first needed
+    graph                       graph_ = {};
+    graph_shape                 shape_;
+    bool                        ready_ = false;
 };
 
 class session {
@@ -85,6 +87,9 @@ class session {
     const kv_cache & need_cache() const;
     graph_context    context() const;
     graph_shape      shape_of(int32_t n_past, int32_t n_tokens, output out) const;
+    size_t           max_nodes() const;
+    void             choose_path();
+    void             plan_graphs();
     bool             gpu_supports_flash();
     planned_graph &  plan_for(int32_t n_tokens);
     void             set_inputs(const graph & g, const int32_t * tokens, int32_t n_tokens) const;

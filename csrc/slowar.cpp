@@ -148,7 +148,7 @@ const char * slowar_build_info(void) {
     static std::string    info;
     static std::once_flag once;
     std::call_once(once, [] {
-        capture_log();
+        setup();
         info = text("ggml %s (%s), backends:", ggml_version(), ggml_commit());
         for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
             info += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
@@ -162,13 +162,13 @@ int32_t slowar_log_take(char * out, int32_t size) {
 }
 
 int32_t slowar_device_count(void) {
-    capture_log();
+    setup();
     return int32_t(ggml_backend_dev_count());
 }
 
 slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * err) {
     return guard(err, [&] {
-        capture_log();
+        setup();
         need(out, "out");
         const auto devices = list_devices();
         *out               = describe(at(devices, i, "device"));
@@ -178,7 +178,7 @@ slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * e
 slowar_status slowar_model_open(slowar_model ** out, const char * path, const slowar_model_params * params,
                                 slowar_error * err) {
     return guard(err, [&] {
-        capture_log();
+        setup();
         need(out, "out");
         need(path, "path");
         need(params, "params");

@@ -56,7 +56,7 @@ void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::
         fail(SLOWAR_FORMAT, "tensor %s has type %s, expected %s", name.c_str(), ggml_type_name(t.type),
              how == use::scale ? "f32" : "a type of matrix that ggml can multiply by");
     }
-    const bool there = on_device && device_supports(how, t);
+    const bool there  = on_device && device_supports(how, t);
     const bool repack = how == use::multiply && &slot != &output;
     list.push_back({ &t, &slot, n_dims, there ? SLOWAR_PLACE_DEVICE : SLOWAR_PLACE_HOST, repack });
 }

@@ -68,6 +68,18 @@ ffi: Any = cffi.FFI()
 ffi.cdef(_declarations())
 lib = _load()
 
+# cffi looks functions and types up once, under a lock that a child forked meanwhile would find
+# taken for ever: here no other thread is at it yet.
+for _name in dir(lib):
+    getattr(lib, _name)
+for _type in re.findall(r"^} (slowar_\w+);", _declarations(), re.MULTILINE):
+    ffi.typeof(f"{_type} *")
+    ffi.typeof(f"{_type}[]")
+for _type in ("slowar_model **", "slowar_session **", "char[]", "double *", "float[]", "int32_t *"):
+    ffi.typeof(_type)
+for _type in ("int32_t[]", "int64_t[4]"):
+    ffi.typeof(_type)
+
 
 def text(array: Any) -> str:
     """A NUL-terminated C string as ``str``."""
