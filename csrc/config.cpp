@@ -33,10 +33,10 @@ static float real(const gguf_file & file, const std::string & key) {
 
 // The released weights have 128 where n_embd / n_head is 80: only the tensors know.
 static int32_t head_dim(const gguf_file & file, const slowar_config & c) {
-    const file_tensor & wo = file.tensor("layers.0.attention.wo.weight");
-    const int64_t       length =
-        c.attention_qk_norm ? file.tensor("layers.0.attention.q_norm.weight").ne[0] : wo.ne[0] / c.n_head;
-    if (length < 2 || length % 2 != 0 || length * c.n_head != wo.ne[0]) {
+    const file_tensor & wo     = file.tensor("layers.0.attention.wo.weight");
+    const int64_t       shared = wo.ne[0] / c.n_head;
+    const int64_t       length = c.attention_qk_norm ? file.tensor("layers.0.attention.q_norm.weight").ne[0] : shared;
+    if (length < 2 || length > max_int32 || length % 2 != 0 || length != shared || wo.ne[0] % c.n_head != 0) {
         fail(SLOWAR_FORMAT, "head size %lld is not an even number with %d heads in the %lld columns of %s",
              (long long) length, c.n_head, (long long) wo.ne[0], wo.name.c_str());
     }

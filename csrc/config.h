@@ -13,6 +13,8 @@ struct config : slowar_config {
 
     int64_t kv_size() const { return int64_t(n_head_kv) * head_dim; }
 
+    int32_t n_semantic() const { return semantic_end_id - semantic_begin_id + 1; }
+
     bool is_semantic(int32_t id) const { return semantic_begin_id <= id && id <= semantic_end_id; }
 };
 

@@ -7,12 +7,44 @@
 
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 
 namespace slowar {
 
 // ggml's threads spin this long for the next graph before they sleep, in units of 131072 pauses: 1 is about 3 ms, which
 // bridges the gap between two steps of a loop and costs an idle process nothing; ggml's default of 50 burns 0.15 s.
 static const uint32_t poll_level = 1;
+
+// ggml sets itself up in function statics and under one mutex, which a child would find taken for ever if it were forked
+// while another thread is inside. So a fork waits for both. (ggml declares these two in a header of its own.)
+extern "C" void ggml_critical_section_start(void);
+extern "C" void ggml_critical_section_end(void);
+
+static std::mutex setup_mutex;
+
+static void before_fork() {
+    setup_mutex.lock();
+    ggml_critical_section_start();
+}
+
+static void after_fork() {
+    ggml_critical_section_end();
+    setup_mutex.unlock();
+}
+
+static const bool forks_wait = (at_fork(before_fork, after_fork), true);
+
+void setup() {
+    static bool done = false;
+
+    const std::lock_guard<std::mutex> hold(setup_mutex);
+    if (!done && forks_wait) {
+        capture_log();
+        ggml_backend_dev_count();
+        ggml_cpu_init();
+        done = true;
+    }
+}
 
 std::vector<ggml_backend_dev_t> list_devices() {
     std::vector<ggml_backend_dev_t> devices;
@@ -114,6 +146,36 @@ threadpool_ptr start_threads(int n_threads) {
 void use_threads(ggml_backend_t cpu, ggml_threadpool * pool, int n_threads) {
     ggml_backend_cpu_set_threadpool(cpu, pool);
     ggml_backend_cpu_set_n_threads(cpu, n_threads);
+}
+
+ggml_type type_named(const char * name) {
+    for (int i = 0; i < GGML_TYPE_COUNT; i++) {
+        const char * known = ggml_type_name(ggml_type(i));
+        if (known && std::string(known) == name) {
+            return ggml_type(i);
+        }
+    }
+    fail(SLOWAR_ARGUMENT, "ggml has no type named \"%s\"", name);
+}
+
+ggml_backend_buffer_type_t repack_type(ggml_type type, const int64_t * ne) {
+    const ggml_backend_dev_t cpu = cpu_device();
+    const auto               ask = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
+    const ggml_context_ptr ctx(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
+    ggml_tensor *          w  = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, ne);
+    ggml_tensor *          op = ggml_mul_mat(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, ne[0]));
+    for (ggml_backend_buffer_type_t * buft = ask ? ask(cpu) : nullptr; buft && *buft; buft++) {
+        // The CPU answers for the buffer that a matrix lies in, so the question needs one.
+        const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(*buft, 0));
+        w->buffer        = empty.get();
+        const bool found = ggml_backend_dev_supports_op(cpu, op);
+        w->buffer        = nullptr;
+        if (found) {
+            return *buft;
+        }
+    }
+    return nullptr;
 }
 
 bool cpu_can_use(ggml_type type) {

@@ -10,6 +10,9 @@
 
 namespace slowar {
 
+// Before anything else of this file or of ggml: sets ggml up, once, where no fork can come in between.
+void setup();
+
 std::vector<ggml_backend_dev_t> list_devices();
 
 slowar_device describe(ggml_backend_dev_t device);
@@ -37,6 +40,12 @@ using threadpool_ptr = std::unique_ptr<ggml_threadpool, threadpool_deleter>;
 threadpool_ptr start_threads(int n_threads);
 
 void use_threads(ggml_backend_t cpu, ggml_threadpool * pool, int n_threads);
+
+// The type that ggml calls so ("q4_K"). Throws SLOWAR_ARGUMENT.
+ggml_type type_named(const char * name);
+
+// The buffer type in which the CPU keeps a matrix rearranged for its own kernels; nullptr if it has none for this one.
+ggml_backend_buffer_type_t repack_type(ggml_type type, const int64_t * ne);
 
 // Whether the CPU can multiply by and look up rows of a matrix of this type.
 bool cpu_can_use(ggml_type type);

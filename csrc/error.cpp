@@ -3,9 +3,9 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <mutex>
 #include <new>
 
 namespace slowar {
@@ -37,13 +37,18 @@ void fail(slowar_status status, const char * format, ...) {
 }
 
 void fail_os(int os_errno, const std::string & what) {
-    throw failure(SLOWAR_OS, os_errno, what);
+    throw failure(os_errno == ENOMEM ? SLOWAR_MEMORY : SLOWAR_OS, os_errno, what);
 }
 
 static slowar_status write(slowar_error * err, slowar_status status, int os_errno, const char * message) noexcept {
     if (err) {
         err->os_errno = os_errno;
         std::snprintf(err->message, sizeof(err->message), "%s", message);
+        for (char * c = err->message; *c; c++) {
+            if (static_cast<unsigned char>(*c) < ' ' || *c == 0x7f) {
+                *c = '?';  // names come from files, and a message is one line of text
+            }
+        }
     }
     return status;
 }
@@ -86,8 +91,7 @@ static void log_append(ggml_log_level level, const char * words, void *) {
 }
 
 void capture_log() {
-    static std::once_flag once;
-    std::call_once(once, [] { ggml_log_set(log_append, nullptr); });
+    ggml_log_set(log_append, nullptr);
 }
 
 int32_t log_take(char * out, int32_t size) {

@@ -22,7 +22,7 @@ __attribute__((format(printf, 2, 3)))
 #endif
 [[noreturn]] void fail(slowar_status status, const char * format, ...);
 
-// The operating system's refusal, with its errno.
+// The operating system's refusal, with its errno; ENOMEM is SLOWAR_MEMORY.
 [[noreturn]] void fail_os(int os_errno, const std::string & what);
 
 // printf into a string.

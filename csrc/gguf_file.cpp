@@ -41,6 +41,13 @@ gguf_file::gguf_file(const std::string & path) : file_(path), gguf_(parse(file_)
     }
     std::sort(tensors_.begin(), tensors_.end(),
               [](const file_tensor & a, const file_tensor & b) { return a.name < b.name; });
+    const auto twice =
+        std::adjacent_find(tensors_.begin(), tensors_.end(), [](const file_tensor & a, const file_tensor & b) {
+            return a.name == b.name;  // ggml compares behind a NUL too
+        });
+    if (twice != tensors_.end()) {
+        fail(SLOWAR_FORMAT, "tensor %s is there twice", twice->name.c_str());
+    }
 }
 
 int64_t gguf_file::key_id(const std::string & key, gguf_type type) const {

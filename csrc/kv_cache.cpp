@@ -5,9 +5,9 @@
 
 namespace slowar {
 
-kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, int32_t max_seq_len)
+kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len)
     : ctx_(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true })) {
-    k_ = ggml_new_tensor_4d(ctx_.get(), GGML_TYPE_F16, c.head_dim, c.n_head_kv, max_seq_len, c.n_layer);
+    k_ = ggml_new_tensor_4d(ctx_.get(), type, c.head_dim, c.n_head_kv, max_seq_len, c.n_layer);
     v_ = ggml_dup_tensor(ctx_.get(), k_);
     ggml_set_name(k_, "cache_k");
     ggml_set_name(v_, "cache_v");
@@ -38,6 +38,18 @@ void kv_cache::store(ggml_context * ctx, ggml_cgraph * graph, kv batch, int il, 
 kv kv_cache::past(ggml_context * ctx, int il, int n) const {
     return { ggml_cast(ctx, slots(ctx, k_, il, 0, n), GGML_TYPE_F32),
              ggml_cast(ctx, slots(ctx, v_, il, 0, n), GGML_TYPE_F32) };
+}
+
+static ggml_tensor * write_rows(ggml_context * ctx, ggml_tensor * cache, ggml_tensor * batch, ggml_tensor * slots,
+                                int il) {
+    const int64_t row   = cache->ne[0] * cache->ne[1];
+    ggml_tensor * layer = ggml_view_2d(ctx, cache, row, cache->ne[2], cache->nb[2], size_t(il) * cache->nb[3]);
+    ggml_tensor * rows  = ggml_view_2d(ctx, batch, row, batch->ne[2], batch->nb[2], 0);
+    return ggml_set_rows(ctx, layer, rows, slots);
+}
+
+kv kv_cache::stored(ggml_context * ctx, kv batch, ggml_tensor * slots, int il) const {
+    return { write_rows(ctx, k_, batch.k, slots, il), write_rows(ctx, v_, batch.v, slots, il) };
 }
 
 }  // namespace slowar

@@ -14,8 +14,8 @@ struct kv {
 
 class kv_cache {
   public:
-    // max_seq_len zeroed slots for every layer, in F16 on one device. Throws SLOWAR_MEMORY.
-    kv_cache(const config & c, ggml_backend_dev_t device, int32_t max_seq_len);
+    // max_seq_len zeroed slots for every layer on one device. Throws SLOWAR_MEMORY.
+    kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len);
 
     int32_t max_seq_len() const { return int32_t(k_->ne[2]); }
 
@@ -26,6 +26,10 @@ class kv_cache {
 
     // A layer's first n slots as float32: [head_dim, n_head_kv, n] each.
     kv past(ggml_context * ctx, int il, int n) const;
+
+    // A layer's slots, all of them, after a batch was written to those that `slots` (I64 [n_tokens]) names:
+    // [head_dim*n_head_kv, max_seq_len] each. Whoever reads them reads the batch as it is stored.
+    kv stored(ggml_context * ctx, kv batch, ggml_tensor * slots, int il) const;
 
   private:
     ggml_context_ptr        ctx_;

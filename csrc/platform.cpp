@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <mutex>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -75,6 +76,15 @@ void mapped_file::read(size_t offset, void * out, size_t n) const {
     }
 }
 
+void mapped_file::forget(size_t offset, size_t n) const {
+    const size_t page  = size_t(::sysconf(_SC_PAGESIZE));
+    const size_t begin = (offset + page - 1) / page * page;
+    const size_t end   = (offset + n) / page * page;
+    if (begin < end) {
+        ::madvise(data_ + begin, end - begin, MADV_DONTNEED);
+    }
+}
+
 // The number after `label` in a file of "label number" lines, or the file's first number when label is "". 0: not there.
 static uint64_t number_in(const char * path, const std::string & label) {
     std::ifstream in(path);
@@ -105,6 +115,12 @@ uint64_t available_memory() {
     return free;
 }
 
+bool can_allocate(size_t n) {
+    void * const at = std::malloc(n);
+    std::free(at);
+    return at != nullptr;
+}
+
 bool can_start_threads(int n) {
     std::vector<std::thread> started;
     std::mutex               gate;
@@ -125,6 +141,10 @@ bool can_start_threads(int n) {
         t.join();
     }
     return all;
+}
+
+void at_fork(void (*before)(), void (*after)()) {
+    ::pthread_atfork(before, after, after);
 }
 
 int64_t process_id() {

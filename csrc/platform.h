@@ -22,6 +22,9 @@ class mapped_file {
     // Reads bytes through the file, not the mapping, so that they never count as this process's mapped pages.
     void read(size_t offset, void * out, size_t n) const;
 
+    // The pages of these bytes are not needed any more; touching them reads them again.
+    void forget(size_t offset, size_t n) const;
+
   private:
     std::string path_;
     int         fd_   = -1;
@@ -33,9 +36,15 @@ class mapped_file {
 // the system does not say.
 uint64_t available_memory();
 
+// Whether n bytes of host memory can be had now (ggml does not look at what malloc returns).
+bool can_allocate(size_t n);
+
 // Whether n more threads can be started now (ggml would abort where it cannot).
 bool can_start_threads(int n);
 
 int64_t process_id();
+
+// From now on every fork of this process runs between before() and after(), which both sides call.
+void at_fork(void (*before)(), void (*after)());
 
 }  // namespace slowar

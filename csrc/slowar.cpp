@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cstring>
+#include <iterator>
 #include <mutex>
 
 using namespace slowar;
@@ -20,20 +22,22 @@ struct slowar_model {
 };
 
 struct slowar_session {
-    slowar_session(std::shared_ptr<const weights> w, int32_t n_threads) : s(w, n_threads), w(std::move(w)) {}
+    slowar_session(std::shared_ptr<const weights> w, const slowar_session_params & params) : s(std::move(w), params) {}
 
-    session                        s;
-    std::shared_ptr<const weights> w;
-    int64_t                        owner = process_id();
+    session s;
+    int64_t owner = process_id();
 };
 
 namespace {
 
 // The version of slowar.h.
-constexpr int32_t abi = 1;
+constexpr int32_t abi = 2;
 
 // ggml's own limit (GGML_MAX_N_THREADS).
 constexpr int32_t max_threads = 512;
+
+// Each costs three nodes of a graph.
+constexpr int32_t max_extra_ids = 256;
 
 // int32 positions, and n_past + n_tokens must not overflow.
 constexpr int32_t max_positions = INT32_MAX / 2;
@@ -88,14 +92,50 @@ void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens) {
     }
 }
 
-ggml_type type_named(const char * name) {
-    for (int i = 0; i < GGML_TYPE_COUNT; i++) {
-        const char * known = ggml_type_name(ggml_type(i));
-        if (known && std::string(known) == name) {
-            return ggml_type(i);
+// What keys and values may be stored as.
+constexpr const char * kv_types[] = { "f16", "bf16", "f32", "q8_0" };
+
+void check_params(const config & c, const slowar_session_params & p) {
+    if (p.n_threads < 1 || p.n_threads > max_threads) {
+        fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", p.n_threads, max_threads);
+    }
+    if (p.attention < SLOWAR_ATTENTION_AUTO || p.attention > SLOWAR_ATTENTION_GGML) {
+        fail(SLOWAR_ARGUMENT, "attention is %d, expected %d to %d", int(p.attention), int(SLOWAR_ATTENTION_AUTO),
+             int(SLOWAR_ATTENTION_GGML));
+    }
+    need(p.kv_type, "kv_type");
+    const bool known = std::any_of(std::begin(kv_types), std::end(kv_types),
+                                   [&](const char * name) { return std::strcmp(name, p.kv_type) == 0; });
+    if (!known) {
+        fail(SLOWAR_ARGUMENT, "kv_type is \"%s\", expected f16, bf16, f32 or q8_0", p.kv_type);
+    }
+    const int64_t block = ggml_blck_size(type_named(p.kv_type));
+    if (c.head_dim % block != 0) {
+        fail(SLOWAR_ARGUMENT, "kv_type %s holds blocks of %" PRId64 ", the model's head size %d is no multiple of that",
+             p.kv_type, block, c.head_dim);
+    }
+    if (p.n_batch < 0) {
+        fail(SLOWAR_ARGUMENT, "n_batch is %d, expected 0 or more", p.n_batch);
+    }
+    if (p.n_extra_ids < 0 || p.n_extra_ids > max_extra_ids) {
+        fail(SLOWAR_ARGUMENT, "%d extra ids, expected 0 to %d", p.n_extra_ids, max_extra_ids);
+    }
+    for (int32_t i = 0; i < p.n_extra_ids; i++) {
+        need(p.extra_ids, "extra_ids");
+        if (p.extra_ids[i] < 0 || p.extra_ids[i] >= c.n_vocab) {
+            fail(SLOWAR_ARGUMENT, "extra id %d is %d, expected 0 to %d", i, p.extra_ids[i], c.n_vocab - 1);
         }
     }
-    fail(SLOWAR_ARGUMENT, "ggml has no type named \"%s\"", name);
+}
+
+output output_for(slowar_logits which, const float * hidden, const float * logits) {
+    switch (logits ? which : SLOWAR_LOGITS_NONE) {
+        case SLOWAR_LOGITS_FULL:     return output::full;
+        case SLOWAR_LOGITS_SEMANTIC: return output::semantic;
+        case SLOWAR_LOGITS_NONE:     return hidden ? output::hidden : output::nothing;
+    }
+    fail(SLOWAR_ARGUMENT, "which is %d, expected %d to %d", int(which), int(SLOWAR_LOGITS_NONE),
+         int(SLOWAR_LOGITS_FULL));
 }
 
 }  // namespace
@@ -108,7 +148,7 @@ const char * slowar_build_info(void) {
     static std::string    info;
     static std::once_flag once;
     std::call_once(once, [] {
-        capture_log();
+        setup();
         info = text("ggml %s (%s), backends:", ggml_version(), ggml_commit());
         for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
             info += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
@@ -122,13 +162,13 @@ int32_t slowar_log_take(char * out, int32_t size) {
 }
 
 int32_t slowar_device_count(void) {
-    capture_log();
+    setup();
     return int32_t(ggml_backend_dev_count());
 }
 
 slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * err) {
     return guard(err, [&] {
-        capture_log();
+        setup();
         need(out, "out");
         const auto devices = list_devices();
         *out               = describe(at(devices, i, "device"));
@@ -138,7 +178,7 @@ slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * e
 slowar_status slowar_model_open(slowar_model ** out, const char * path, const slowar_model_params * params,
                                 slowar_error * err) {
     return guard(err, [&] {
-        capture_log();
+        setup();
         need(out, "out");
         need(path, "path");
         need(params, "params");
@@ -148,7 +188,7 @@ slowar_status slowar_model_open(slowar_model ** out, const char * path, const sl
         ggml_backend_dev_t device = params->device < 0 ? nullptr : gpu_device(params->device);
 
         auto model = std::make_unique<slowar_model>();
-        model->w   = std::make_shared<const weights>(path, device, params->n_gpu_layers, params->use_mmap);
+        model->w   = std::make_shared<const weights>(path, device, *params);
         *out       = model.release();
     });
 }
@@ -178,14 +218,14 @@ slowar_status slowar_model_get_tensor(const slowar_model * model, int32_t i, slo
     });
 }
 
-slowar_status slowar_session_open(slowar_session ** out, const slowar_model * model, int32_t n_threads,
-                                  slowar_error * err) {
+slowar_status slowar_session_open(slowar_session ** out, const slowar_model * model,
+                                  const slowar_session_params * params, slowar_error * err) {
     return guard(err, [&] {
         need(out, "out");
-        if (n_threads < 1 || n_threads > max_threads) {
-            fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", n_threads, max_threads);
-        }
-        *out = std::make_unique<slowar_session>(owned(model).w, n_threads).release();
+        need(params, "params");
+        const auto & w = owned(model).w;
+        check_params(w->hyper, *params);
+        *out = std::make_unique<slowar_session>(w, *params).release();
     });
 }
 
@@ -220,23 +260,27 @@ slowar_status slowar_rewind(slowar_session * session, int32_t n_past, slowar_err
 
 slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
                                   slowar_error * err) {
-    return guard(err, [&] { check_tokens(owned(session).w->hyper, tokens, n_tokens); });
+    return guard(err, [&] { check_tokens(owned(session).s.hyper(), tokens, n_tokens); });
 }
 
-slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens, float * hidden,
-                                 float * logits, slowar_error * err) {
+slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens,
+                                 slowar_logits which, float * hidden, float * logits, slowar_error * err) {
     return guard(err, [&] {
-        auto & handle = owned(session);
-        check_tokens(handle.w->hyper, tokens, n_tokens);
-        handle.s.eval_cached(tokens, n_tokens, hidden, logits);
+        auto & s = owned(session).s;
+        check_tokens(s.hyper(), tokens, n_tokens);
+        s.eval_cached(tokens, n_tokens, output_for(which, hidden, logits), hidden, logits);
     });
 }
 
-slowar_status slowar_graph_node(slowar_session * session, int32_t n_past, int32_t n_tokens, int32_t i,
-                                slowar_node * out, int32_t * n_nodes, slowar_error * err) {
+slowar_status slowar_graph_nodes(slowar_session * session, int32_t n_past, int32_t n_tokens, slowar_node * out,
+                                 int32_t capacity, int32_t * n_nodes, slowar_error * err) {
     return guard(err, [&] {
         need(n_nodes, "n_nodes");
-        owned(session).s.graph_node(n_past, n_tokens, i, out, n_nodes);
+        const std::vector<slowar_node> nodes = owned(session).s.graph_nodes(n_past, n_tokens);
+        *n_nodes                             = int32_t(nodes.size());
+        if (out) {
+            std::copy_n(nodes.begin(), std::clamp(capacity, 0, *n_nodes), out);
+        }
     });
 }
 

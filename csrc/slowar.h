@@ -117,6 +117,7 @@ typedef struct slowar_model_params {
     int32_t device;       /* slowar_device_get's index of a GPU, or -1: CPU alone */
     int32_t n_gpu_layers; /* the first n layers go to that device; -1 or more than there are: all */
     bool    use_mmap;     /* weights beside the CPU stay in the mapped file where their alignment allows */
+    bool    repack;       /* layer matrices beside the CPU are rearranged for its kernels where ggml can: a copy */
 } slowar_model_params;
 
 typedef struct slowar_model_info {
@@ -124,18 +125,27 @@ typedef struct slowar_model_info {
     int32_t  n_gpu_layers;         /* after clamping */
     bool     embeddings_on_device; /* embeddings, codebook table, final norm and head */
     uint64_t n_params;
-    uint64_t n_bytes_mapped; /* weights used in place in the file */
-    uint64_t n_bytes_host;   /* weights copied to host memory */
-    uint64_t n_bytes_device; /* weights in device memory */
+    uint64_t n_bytes_mapped;   /* weights used in place in the file */
+    uint64_t n_bytes_repacked; /* weights rearranged in host memory */
+    uint64_t n_bytes_host;     /* weights copied to host memory */
+    uint64_t n_bytes_device;   /* weights in device memory */
 } slowar_model_info;
 
+/* Where a tensor's values are used from. */
+typedef enum slowar_place {
+    SLOWAR_PLACE_MAPPED   = 0, /* in place in the file */
+    SLOWAR_PLACE_HOST     = 1, /* copied to host memory */
+    SLOWAR_PLACE_REPACKED = 2, /* rearranged in host memory */
+    SLOWAR_PLACE_DEVICE   = 3
+} slowar_place;
+
 typedef struct slowar_tensor {
-    char     name[64];
-    char     type[16]; /* ggml's name: "f32", "q4_K", ... */
-    int64_t  ne[4];    /* ggml order, fastest first */
-    uint64_t n_bytes;
-    bool     on_device;
-    bool     mapped;
+    char         name[64];
+    char         type[16]; /* ggml's name: "f32", "q4_K", ... */
+    int64_t      ne[4];    /* ggml order, fastest first */
+    int32_t      n_dims;
+    uint64_t     n_bytes;
+    slowar_place place;
 } slowar_tensor;
 
 /* Reads and checks a GGUF file before anything is allocated: every key, every tensor's presence, type, shape and place
@@ -153,24 +163,47 @@ slowar_status slowar_model_get_tensor(const slowar_model * model, int32_t i, slo
 
 /* ---- sessions --------------------------------------------------------------------------------------------------- */
 
+typedef enum slowar_attention {
+    SLOWAR_ATTENTION_AUTO      = 0, /* flash where the device has every operation it needs, else reference */
+    SLOWAR_ATTENTION_REFERENCE = 1, /* the documented graph, built anew for every evaluation */
+    SLOWAR_ATTENTION_FLASH     = 2, /* store first, read in place; on the CPU by a kernel of ours */
+    SLOWAR_ATTENTION_GGML      = 3  /* as flash, by ggml's own kernel everywhere */
+} slowar_attention;
+
+/* Which logits an evaluation gives. */
+typedef enum slowar_logits {
+    SLOWAR_LOGITS_NONE     = 0,
+    SLOWAR_LOGITS_SEMANTIC = 1, /* semantic_begin_id .. semantic_end_id, then the session's extra ids */
+    SLOWAR_LOGITS_FULL     = 2
+} slowar_logits;
+
+typedef struct slowar_session_params {
+    int32_t          n_threads; /* 1 .. 512 CPU threads, the caller's included */
+    slowar_attention attention;
+    const char *     kv_type;   /* of the cache: "f16", "bf16", "f32" or "q8_0" */
+    int32_t          n_batch;   /* compute memory of this many positions is set aside with the cache; 0: of one */
+    const int32_t *  extra_ids; /* n_extra_ids token ids, at most 256, whose logits follow the semantic ones */
+    int32_t          n_extra_ids;
+} slowar_session_params;
+
 typedef struct slowar_session_state {
-    int32_t  n_past;      /* positions in the cache */
-    int32_t  max_seq_len; /* 0: no cache */
-    int32_t  n_threads;
-    int32_t  n_splits; /* parts in which the scheduler cut the last graph */
-    uint64_t n_bytes_kv;
-    uint64_t n_bytes_compute;
+    int32_t          n_past;      /* positions in the cache */
+    int32_t          max_seq_len; /* 0: no cache */
+    int32_t          n_threads;
+    int32_t          n_splits;  /* parts in which the scheduler cut the last step's graph */
+    slowar_attention attention; /* REFERENCE or FLASH, once there is a cache */
+    uint64_t         n_bytes_kv;
+    uint64_t         n_bytes_compute;
 } slowar_session_state;
 
-/* n_threads: 1 .. 512 CPU threads, this one included. */
-slowar_status slowar_session_open(slowar_session ** out, const slowar_model * model, int32_t n_threads,
-                                  slowar_error * err);
+slowar_status slowar_session_open(slowar_session ** out, const slowar_model * model,
+                                  const slowar_session_params * params, slowar_error * err);
 void          slowar_session_close(slowar_session * session); /* NULL is fine */
 
 slowar_status slowar_session_get_state(const slowar_session * session, slowar_session_state * out, slowar_error * err);
 
-/* Allocates and zeroes a cache of max_seq_len positions, reserves the compute memory of a step at its far end, and sets
- * the position to 0. A cache that was there is given back first: after a failure the session has none. */
+/* Allocates and zeroes a cache of max_seq_len positions, sets aside the compute memory of a step and of n_batch positions
+ * at its far end, and sets the position to 0. A cache that was there is given back first: after a failure the session has none. */
 slowar_status slowar_init_kv_cache(slowar_session * session, int32_t max_seq_len, slowar_error * err);
 
 /* Gives cache and compute memory back. Without a cache: does nothing. */
@@ -187,14 +220,16 @@ slowar_status slowar_check_tokens(const slowar_session * session, const int32_t 
 
 /* The one computation. Evaluates n_tokens positions behind the n_past there are, then moves n_past.
  *   tokens  [n_tokens][1 + n_codebook], position-major
- *   hidden  [n_embd],  of the last position, or NULL
- *   logits  [n_vocab], of the last position, or NULL */
-slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens, float * hidden,
-                                 float * logits, slowar_error * err);
+ *   which   the logits wanted; none, and the head is not computed
+ *   hidden  [n_embd], of the last position, or NULL
+ *   logits  [n_vocab] or [n_semantic + n_extra_ids], of the last position, or NULL
+ * With neither hidden nor logits wanted nothing is computed behind the last layer's keys and values (flash). */
+slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens,
+                                 slowar_logits which, float * hidden, float * logits, slowar_error * err);
 
 /* ---- looking inside --------------------------------------------------------------------------------------------- */
 
-/* A node of the documented graph, as slowar_graph_node lists them. */
+/* A node of a graph, as slowar_graph_nodes lists them. */
 typedef struct slowar_node {
     char    name[64]; /* "attn_norm-3", "hidden"; tensors without a name of ours have ggml's */
     char    op[32];   /* ggml's name: "MUL_MAT" */
@@ -202,10 +237,10 @@ typedef struct slowar_node {
     int64_t ne[4]; /* ggml order */
 } slowar_node;
 
-/* Builds the graph of an evaluation of n_tokens at n_past, without computing it, and copies node i; i = -1 counts:
- * *n_nodes is written either way. */
-slowar_status slowar_graph_node(slowar_session * session, int32_t n_past, int32_t n_tokens, int32_t i,
-                                slowar_node * out, int32_t * n_nodes, slowar_error * err);
+/* Builds the graph of an evaluation of n_tokens at n_past, without computing it. *n_nodes becomes the number of its nodes,
+ * the first `capacity` of which are copied to `out`. */
+slowar_status slowar_graph_nodes(slowar_session * session, int32_t n_past, int32_t n_tokens, slowar_node * out,
+                                 int32_t capacity, int32_t * n_nodes, slowar_error * err);
 
 /* From now on every evaluation keeps a float32 copy of these named tensors ("l_out-0", ...), until it is called with
  * n_names = 0. A name the graph does not have makes the evaluation fail with SLOWAR_ARGUMENT. */
@@ -215,6 +250,11 @@ slowar_status slowar_trace_select(slowar_session * session, const char * const *
 /* Trace i of the last evaluation: its shape, and its values when `data` is not NULL (ne[0]*ne[1]*ne[2]*ne[3] floats). */
 slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_t ne[4], float * data,
                                slowar_error * err);
+
+/* ---- measuring -------------------------------------------------------------------------------------------------- */
+
+/* Bytes a second that n_threads threads read from memory together: the best of five passes over 512 MiB. */
+slowar_status slowar_read_bandwidth(int32_t n_threads, double * bytes_per_second, slowar_error * err);
 
 /* ---- writing models --------------------------------------------------------------------------------------------- */
 

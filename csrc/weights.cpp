@@ -30,9 +30,10 @@ static size_t n_dims_of(const file_tensor & t) {
     return n;
 }
 
-weights::weights(const std::string & path, ggml_backend_dev_t device, int32_t n_gpu_layers, bool use_mmap)
+weights::weights(const std::string & path, ggml_backend_dev_t device, const slowar_model_params & params)
     : device(device), file(std::make_unique<gguf_file>(path)) {
-    hyper = read_config(*file);
+    hyper                = read_config(*file);
+    int32_t n_gpu_layers = params.n_gpu_layers;
     if (!device) {
         n_gpu_layers = 0;
     } else if (n_gpu_layers < 0 || n_gpu_layers > hyper.n_layer) {
@@ -40,11 +41,12 @@ weights::weights(const std::string & path, ggml_backend_dev_t device, int32_t n_
     }
     info.n_gpu_layers = n_gpu_layers;
     want_all(n_gpu_layers);
-    load(use_mmap);
+    load(params);
 }
 
 void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, bool on_device) {
-    const file_tensor & t = file->tensor(name);
+    const file_tensor & t      = file->tensor(name);
+    const int32_t       n_dims = int32_t(ne.size());
     ne.resize(std::max(ne.size(), n_dims_of(t)), 1);
     if (!std::equal(ne.begin(), ne.end(), t.ne)) {
         fail(SLOWAR_FORMAT, "tensor %s has shape %s, expected %s", name.c_str(), shape(t.ne, n_dims_of(t)).c_str(),
@@ -54,8 +56,9 @@ void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::
         fail(SLOWAR_FORMAT, "tensor %s has type %s, expected %s", name.c_str(), ggml_type_name(t.type),
              how == use::scale ? "f32" : "a type of matrix that ggml can multiply by");
     }
-    const bool there = on_device && device_supports(how, t);
-    list.push_back({ &t, &slot, there ? place::device : place::host });
+    const bool there  = on_device && device_supports(how, t);
+    const bool repack = how == use::multiply && &slot != &output;
+    list.push_back({ &t, &slot, n_dims, there ? SLOWAR_PLACE_DEVICE : SLOWAR_PLACE_HOST, repack });
 }
 
 bool weights::device_supports(use how, const file_tensor & t) const {
@@ -88,6 +91,10 @@ void weights::want_all(int32_t n_gpu_layers) {
     want(codebook_embeddings, "codebook_embeddings.weight", use::look_up,
          { c.n_embd, int64_t(c.n_codebook) * c.codebook_size }, ends);
 
+    const std::string beyond = "layers." + std::to_string(c.n_layer) + ".attention_norm.weight";
+    if (file->find(beyond)) {
+        fail(SLOWAR_FORMAT, "key fish-speech.block_count is %d, yet the file has tensor %s", c.n_layer, beyond.c_str());
+    }
     layers.resize(size_t(c.n_layer));
     for (int32_t il = 0; il < c.n_layer; il++) {
         layer_weights &   l    = layers[size_t(il)];
@@ -151,35 +158,48 @@ static void upload(const mapped_file & file, const file_tensor & source, ggml_te
     }
 }
 
-void weights::load(bool use_mmap) {
+void weights::load(const slowar_model_params & params) {
     const mapped_file & f         = file->file();
     const auto          cpu_buft  = ggml_backend_dev_buffer_type(cpu_device());
     const size_t        alignment = ggml_backend_buft_get_alignment(cpu_buft);
 
+    ggml_backend_buffer_type_t repack_buft = nullptr;
     for (ggml_context_ptr & ctx : contexts) {
         ctx = metadata_context(list.size());
     }
     for (wanted & w : list) {
-        if (w.where == place::host && use_mmap && w.source->offset % alignment == 0) {
-            w.where = place::mapped;
+        const file_tensor & t = *w.source;
+        if (w.where == SLOWAR_PLACE_HOST && w.repack && params.repack) {
+            const auto buft = repack_type(t.type, t.ne);
+            if (buft && (!repack_buft || buft == repack_buft)) {
+                repack_buft = buft;
+                w.where     = SLOWAR_PLACE_REPACKED;
+            }
         }
-        *w.slot = ggml_new_tensor(contexts[int(w.where)].get(), w.source->type, GGML_MAX_DIMS, w.source->ne);
-        ggml_set_name(*w.slot, w.source->name.c_str());
+        if (w.where == SLOWAR_PLACE_HOST && params.use_mmap && t.offset % alignment == 0) {
+            w.where = SLOWAR_PLACE_MAPPED;
+        }
+        *w.slot = ggml_new_tensor(contexts[w.where].get(), t.type, GGML_MAX_DIMS, t.ne);
+        ggml_set_name(*w.slot, t.name.c_str());
     }
 
     auto * const            base = const_cast<uint8_t *>(f.data());  // mapped read-only: nothing writes to weights
     ggml_backend_buffer_ptr mapping(ggml_backend_cpu_buffer_from_ptr(base, f.size()));
     ggml_backend_buffer_set_usage(mapping.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    buffers.push_back(allocate(contexts[int(place::host)].get(), cpu_buft, cpu_device()));
+    buffers.push_back(allocate(contexts[SLOWAR_PLACE_HOST].get(), cpu_buft, cpu_device()));
+    buffers.push_back(allocate(contexts[SLOWAR_PLACE_REPACKED].get(), repack_buft, cpu_device()));
     if (device) {
-        buffers.push_back(allocate(contexts[int(place::device)].get(), ggml_backend_dev_buffer_type(device), device));
+        buffers.push_back(allocate(contexts[SLOWAR_PLACE_DEVICE].get(), ggml_backend_dev_buffer_type(device), device));
     }
 
     for (const wanted & w : list) {
-        if (w.where == place::mapped) {
-            ggml_backend_tensor_alloc(mapping.get(), *w.slot, base + w.source->offset);
-        } else {
-            upload(f, *w.source, *w.slot);
+        switch (w.where) {
+            case SLOWAR_PLACE_MAPPED: ggml_backend_tensor_alloc(mapping.get(), *w.slot, base + w.source->offset); break;
+            case SLOWAR_PLACE_REPACKED:
+                ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
+                f.forget(w.source->offset, w.source->n_bytes);
+                break;
+            default: upload(f, *w.source, *w.slot); break;
         }
         describe(w);
     }
@@ -201,16 +221,15 @@ void weights::describe(const wanted & w) {
     std::snprintf(out.name, sizeof(out.name), "%s", t->name);
     std::snprintf(out.type, sizeof(out.type), "%s", ggml_type_name(t->type));
     std::copy_n(t->ne, GGML_MAX_DIMS, out.ne);
-    out.n_bytes   = ggml_nbytes(t);
-    out.on_device = w.where == place::device;
-    out.mapped    = w.where == place::mapped;
+    out.n_bytes = ggml_nbytes(t);
+    out.n_dims  = w.n_dims;
+    out.place   = w.where;
     table.push_back(out);
 
-    uint64_t & bytes  = w.where == place::device   ? info.n_bytes_device
-                        : w.where == place::mapped ? info.n_bytes_mapped
-                                                   : info.n_bytes_host;
-    bytes            += out.n_bytes;
-    info.n_params    += uint64_t(ggml_nelements(t));
+    uint64_t * const bytes[]  = { &info.n_bytes_mapped, &info.n_bytes_host, &info.n_bytes_repacked,
+                                  &info.n_bytes_device };
+    *bytes[w.where]          += out.n_bytes;
+    info.n_params            += uint64_t(ggml_nelements(t));
     info.n_tensors++;
 }
 

@@ -25,7 +25,7 @@ struct layer_weights {
 
 struct weights {
     // Checks every tensor the model needs against the file, then loads them. device: nullptr for the CPU alone.
-    weights(const std::string & path, ggml_backend_dev_t device, int32_t n_gpu_layers, bool use_mmap);
+    weights(const std::string & path, ggml_backend_dev_t device, const slowar_model_params & params);
 
     config                     hyper;
     ggml_tensor *              embeddings          = nullptr;  // [n_embd, n_vocab]
@@ -41,23 +41,24 @@ struct weights {
   private:
     // What a tensor is for decides what a device must be able to do with it, and its types.
     enum class use { look_up, multiply, scale };
-    enum class place { mapped, host, device };
 
     struct wanted {
         const file_tensor * source;
         ggml_tensor **      slot;
-        place               where;
+        int32_t             n_dims;
+        slowar_place        where;
+        bool                repack;
     };
 
     void want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, bool on_device);
     bool device_supports(use how, const file_tensor & t) const;
     void want_all(int32_t n_gpu_layers);
-    void load(bool use_mmap);
+    void load(const slowar_model_params & params);
     void describe(const wanted & w);
 
     std::unique_ptr<gguf_file>           file;  // kept while tensors live in its mapping
     std::vector<wanted>                  list;
-    ggml_context_ptr                     contexts[3];  // of each place
+    ggml_context_ptr                     contexts[4];  // of each place
     std::vector<ggml_backend_buffer_ptr> buffers;
 };
 

@@ -20,7 +20,7 @@ from .errors import (
     SlowARError,
 )
 from .model import Config, Model, TensorInfo
-from .session import Node, Output, Session, prefill_chunk
+from .session import Logits, Node, Output, Session, prefill_chunk
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemoryError",
+    "Logits",
     "Model",
     "ModelFormatError",
     "Node",

@@ -54,6 +54,8 @@ def as_frame(frame: npt.ArrayLike, config: Config) -> Flat:
 
 
 def _integers(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
+    if np.ma.is_masked(tokens):
+        raise ValueError("tokens have masked values: fill them first")
     array = np.asarray(tokens)
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens have dtype {array.dtype}, expected an integer dtype")
@@ -61,10 +63,11 @@ def _integers(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def _flat(array: npt.NDArray[Any], config: Config) -> Flat:
+    # A copy before the first look: values are checked and then used, and no other thread may write
+    # to them in between.
+    array = array.copy()
     if not np.can_cast(array.dtype, np.int32):
         array = _narrowed(array, config)
-    # Always a copy: C checks the values and then uses them, so no other thread may write to them in
-    # between.
     return np.array(array.T, dtype=np.int32, order="C")
 
 
@@ -85,6 +88,5 @@ def _narrowed(array: npt.NDArray[Any], config: Config) -> npt.NDArray[Any]:
         raise ValueError(
             f"{what} at row {row}, column {column} is {value}, expected 0 to {most - 1}"
         )
-    array = array.copy()
     array[1:, text] = 0
     return array

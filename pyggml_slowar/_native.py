@@ -6,20 +6,22 @@ lets one caller at a time use it. The GIL is released while C runs.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cffi
 
 from . import errors
 
-ABI = 1
+T = TypeVar("T")
+
+ABI = 2
 """The ``slowar_abi`` this package was written against."""
 
 _HERE = Path(__file__).parent
@@ -39,6 +41,8 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
     8: errors.ComputeError,
 }
 _OS = 2
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _declarations() -> str:
@@ -64,6 +68,18 @@ ffi: Any = cffi.FFI()
 ffi.cdef(_declarations())
 lib = _load()
 
+# cffi looks functions and types up once, under a lock that a child forked meanwhile would find
+# taken for ever: here no other thread is at it yet.
+for _name in dir(lib):
+    getattr(lib, _name)
+for _type in re.findall(r"^} (slowar_\w+);", _declarations(), re.MULTILINE):
+    ffi.typeof(f"{_type} *")
+    ffi.typeof(f"{_type}[]")
+for _type in ("slowar_model **", "slowar_session **", "char[]", "double *", "float[]", "int32_t *"):
+    ffi.typeof(_type)
+for _type in ("int32_t[]", "int64_t[4]"):
+    ffi.typeof(_type)
+
 
 def text(array: Any) -> str:
     """A NUL-terminated C string as ``str``."""
@@ -84,7 +100,9 @@ def call(function: Callable[..., int], *args: Any, path: str | None = None) -> N
     message = text(error.message)
     if status == _OS:
         raise OSError(error.os_errno, message, path)
-    raise _EXCEPTIONS.get(status, errors.SlowARError)(f"{path}: {message}" if path else message)
+    if path is not None:
+        message = f"{_CONTROL.sub('?', path)}: {message}"
+    raise _EXCEPTIONS.get(status, errors.SlowARError)(message)
 
 
 def _pass_on_log() -> None:
@@ -131,30 +149,40 @@ class Handle:
         if self._pointer is None:
             raise errors.SessionStateError(f"the {self._noun} is closed")
 
-    @contextlib.contextmanager
-    def use(self) -> Iterator[Any]:
-        """The C pointer, this thread's alone until the block ends. Waits for other threads."""
+    def run(self, body: Callable[[Any], T]) -> T:
+        """Call ``body`` with the C pointer, which is this thread's alone until it returns."""
         self.check()
+
+        def checked() -> T:
+            self.check()
+            return body(self._pointer)
+
+        return self._alone(checked)
+
+    def _alone(self, body: Callable[[], T]) -> T:
         me = threading.get_ident()
-        if self._user == me:
+        # The lock has the last word: an interrupt may have left a user behind.
+        if self._lock.locked() and self._user == me:
             raise errors.SessionStateError(
                 f"the {self._noun} is busy: it was called again from inside its own call"
             )
+        # A bare `with` on the lock, in a plain function: between the parts of a context manager
+        # written in Python, Ctrl-C could leave it taken.
         with self._lock:
-            self.check()
             try:
                 self._user = me
-                yield self._pointer
+                return body()
             finally:
                 self._user = None
 
     def close(self) -> None:
         """Give the object back; twice is fine. In another process than its own: only forget it."""
-        if self._pointer is None:
-            return
         if os.getpid() != self._process:
             self._pointer = None  # the destructor does nothing in this process
-            return
-        with self.use() as pointer:
-            self._pointer = None
+        else:
+            self._alone(self._release)
+
+    def _release(self) -> None:
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
             ffi.release(pointer)

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import psutil
 from tqdm import tqdm
 
-from . import __version__, _native, device
+from . import __version__, _native, bench, device
 from .make_model import PRESETS, TYPES, make_model
 from .model import Model
-from .session import Output
+from .session import Output, Session
 
 _MIB = 2**20
 
@@ -87,13 +87,38 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("eval", help="evaluate a prompt and, one by one, further frames")
     _add_model(evaluate)
+    _add_session(evaluate)
     evaluate.add_argument("prompt", type=Path, metavar="PROMPT.npy", help="integers (11, n)")
     evaluate.add_argument("--steps", type=Path, metavar="FRAMES.npy", help="integers (11, m)")
     evaluate.add_argument("--out", type=Path, required=True, metavar="OUT.npz")
     evaluate.add_argument("--chunk", type=int, help="positions per evaluation of the prompt")
     evaluate.add_argument("--threads", type=int, help="CPU threads (default: what pays here)")
     evaluate.set_defaults(run=_eval)
+
+    measure = commands.add_parser("bench", help="how fast, and how near to what the memory allows")
+    measure.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file")
+    measure.add_argument("--attention", type=_words, default="reference,flash", metavar="A,B")
+    measure.add_argument("--logits", type=_words, default="semantic", metavar="A,B")
+    measure.add_argument("--repack", choices=("off", "on", "both"), default="off")
+    measure.add_argument("--past", type=_numbers, default="128,640", metavar="N,M")
+    measure.add_argument("--prefill", type=_numbers, default="128,512", metavar="N,M")
+    measure.add_argument("--repeats", type=int, default=7, help="steps timed (default: 7)")
+    measure.add_argument("--threads", type=int, help="CPU threads (default: what pays here)")
+    measure.add_argument("--contended", action="store_true", help="again, beside a busy process")
+    measure.add_argument("--json", action="store_true", help="machine-readable")
+    measure.set_defaults(run=_bench)
     return parser
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(word) for word in text.split(","))
+    if any(n < 1 for n in numbers):
+        raise argparse.ArgumentTypeError("numbers above 0, with commas between")
+    return numbers
 
 
 def _build() -> str:
@@ -112,6 +137,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_session(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--attention", default="auto", help="auto, flash, reference or ggml")
+    parser.add_argument("--kv-type", default="f16", help="of the cache: f16, bf16, f32 or q8_0")
+    parser.add_argument("--logits", default="full", help="full, semantic or none")
+
+
 def _open(options: argparse.Namespace) -> Model:
     return Model(
         options.model,
@@ -119,6 +150,16 @@ def _open(options: argparse.Namespace) -> Model:
         device=options.device,
         n_gpu_layers=options.n_gpu_layers,
         mmap=not options.no_mmap,
+        repack=options.repack,
+    )
+
+
+def _session(model: Model, options: argparse.Namespace) -> Session:
+    return model.session(
+        n_threads=options.threads,
+        attention=options.attention,
+        kv_type=options.kv_type,
+        logits=options.logits,
     )
 
 
@@ -203,6 +244,7 @@ def _eval(options: argparse.Namespace) -> None:
                 file,
                 hidden=np.stack([o.hidden for o in outputs]),
                 logits=np.stack([o.logits for o in outputs]),
+                ids=outputs[0].ids,
             )
             file.close()
             partial.replace(options.out)
@@ -224,7 +266,7 @@ def _run(
     options: argparse.Namespace, prompt: npt.NDArray[Any], frames: npt.NDArray[Any]
 ) -> list[Output]:
     n_prompt, n_steps = prompt.shape[1], frames.shape[1]
-    with _open(options) as model, model.session(n_threads=options.threads) as session:
+    with _open(options) as model, _session(model, options) as session:
         session.init_kv_cache(max(1, n_prompt + n_steps))
         with tqdm(total=n_prompt, desc="prefill", unit="tok") as bar:
             start = time.perf_counter()
@@ -246,12 +288,30 @@ def _run(
             ms = steps_s / n_steps * 1e3
             print(f"steps      {n_steps}, {ms:.2f} ms each, {n_steps / steps_s:.1f} tok/s")
         rss = psutil.Process().memory_info().rss
-        print(f"position   {session.n_past} of {session.max_seq_len}, {session.n_threads} threads")
+        how = f"{session.attention} attention, {session.n_threads} threads"
+        print(f"position   {session.n_past} of {session.max_seq_len}, {how}")
         print(
             f"memory     weights {model.nbytes / _MIB:.1f}, KV cache {session.nbytes / _MIB:.1f}, "
             f"compute {session.compute_nbytes / _MIB:.1f}, RSS {rss / _MIB:.1f} MiB"
         )
     return outputs
+
+
+def _bench(options: argparse.Namespace) -> None:
+    plan = bench.Plan(
+        model=options.model,
+        attention=options.attention,
+        logits=options.logits,
+        repack={"off": (False,), "on": (True,), "both": (False, True)}[options.repack],
+        past=sorted(options.past),
+        prefill=options.prefill,
+        n_threads=options.threads or device.default_threads(),
+        repeats=options.repeats,
+        contended=options.contended,
+    )
+    with tqdm(bar_format="{desc} [{elapsed}]") as bar:
+        report = bench.run(plan, bar.set_description_str)
+    print(json.dumps(report.as_dict(), indent=2) if options.json else bench.markdown(report))
 
 
 if __name__ == "__main__":

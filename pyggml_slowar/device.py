@@ -78,6 +78,8 @@ def choose(backend: str, device: int) -> int:
     DeviceError
         The backend is not compiled in or has no such device; the message lists what there is.
     """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is {backend!r}, expected a str")
     found = devices()
     if backend.lower() == "auto":
         kinds = [d.type for d in found]
@@ -97,7 +99,7 @@ def choose(backend: str, device: int) -> int:
 def default_threads() -> int:
     """The least of affinity, cgroup CPU quota and physical cores: the threads that pay here."""
     limits = [_affinity(), _cgroup_quota(Path("/sys/fs/cgroup")), psutil.cpu_count(logical=False)]
-    return max(1, min(limit for limit in limits if limit))
+    return min((limit for limit in limits if limit), default=1)
 
 
 def _affinity() -> int | None:
@@ -107,16 +109,16 @@ def _affinity() -> int | None:
 def _cgroup_quota(root: Path) -> int | None:
     """CPUs that a cgroup's quota pays for, rounded up; None without a quota.
 
-    v2's file first, then v1's two.
+    v2's file first, then v1's two. What cannot be read or understood is no quota.
     """
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+            words = " ".join((root / name).read_text() for name in names)
         except OSError:
-            return None
-    if quota in ("max", "-1"):
-        return None
-    return math.ceil(int(quota) / int(period))
+            continue
+        try:
+            quota, period = (int(word) for word in words.split())
+        except ValueError:
+            return None  # v2 writes "max"
+        return math.ceil(quota / period) if quota > 0 and period > 0 else None
+    return None

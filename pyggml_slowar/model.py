@@ -13,7 +13,9 @@ from ._arrays import as_int
 from ._native import Handle, call, ffi, lib, text
 
 if TYPE_CHECKING:
-    from .session import Session
+    from collections.abc import Sequence
+
+    from .session import Logits, Session
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     where: str
-    """``"mapped"`` (in place in the file), ``"host"`` or ``"device"``."""
+    """``"mapped"`` (in place in the file), ``"host"``, ``"repacked"`` or ``"device"``."""
+
+
+_PLACES = ("mapped", "host", "repacked", "device")
 
 
 class Model:
@@ -83,6 +88,11 @@ class Model:
     mmap
         Use weights beside the CPU in place in the mapped file, where their alignment allows. The
         file must then not be cut short while the model is open. False: read them into memory.
+
+    repack
+        Rearrange layer matrices beside the CPU for its kernels, for the types that ggml can
+        (``TensorInfo.where`` says which): faster evaluations, a slower opening, and a copy in
+        memory of what was a mapped file.
 
     Raises
     ------
@@ -107,16 +117,20 @@ class Model:
         device: int = 0,
         n_gpu_layers: int = -1,
         mmap: bool = True,
+        repack: bool = False,
     ) -> None:
         n_gpu_layers = as_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
         chosen = _device.choose(backend, as_int("device", device, 0, 2**31 - 1))
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
+        if "\0" in self.path:
+            raise ValueError(f"path is {self.path!r}: embedded null character")
         self.device = _device.devices()[chosen]
 
         params = ffi.new("slowar_model_params *")
         params.device = chosen if self.device.is_gpu else -1
         params.n_gpu_layers = n_gpu_layers
         params.use_mmap = mmap
+        params.repack = repack
         out = ffi.new("slowar_model **")
         call(lib.slowar_model_open, out, os.fsencode(self.path), params, path=self.path)
         self._handle = Handle(out[0], lib.slowar_model_close, "model")
@@ -129,7 +143,9 @@ class Model:
         call(lib.slowar_model_get_info, out[0], info)
         self.n_gpu_layers: int = info.n_gpu_layers
         """Layers on the GPU, after clamping."""
-        self.nbytes: int = info.n_bytes_mapped + info.n_bytes_host + info.n_bytes_device
+        self.nbytes: int = (
+            info.n_bytes_mapped + info.n_bytes_host + info.n_bytes_repacked + info.n_bytes_device
+        )
         """Bytes of weights, wherever they are."""
         self.n_params: int = info.n_params
         self._n_tensors: int = info.n_tensors
@@ -143,7 +159,16 @@ class Model:
                 f"n_gpu_layers={n_gpu_layers} clamped to {self.n_gpu_layers}: {why}", stacklevel=2
             )
 
-    def session(self, max_seq_len: int | None = None, *, n_threads: int | None = None) -> Session:
+    def session(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        n_threads: int | None = None,
+        attention: str = "auto",
+        kv_type: str = "f16",
+        logits: Logits = "full",
+        extra_ids: Sequence[int] = (),
+    ) -> Session:
         """A new session on this model.
 
         Parameters
@@ -153,15 +178,46 @@ class Model:
             ``init_kv_cache`` later.
         n_threads
             CPU threads of an evaluation, 1 to 512; None: ``default_threads()``.
+        attention
+            ``"flash"`` stores keys and values first and reads them in place: fast, and results do
+            not depend on how a prompt is cut. ``"reference"`` is the documented graph. ``"ggml"``
+            is flash by ggml's own kernel everywhere. ``"auto"``: flash where the device has
+            every operation it needs, else reference; ``Session.attention`` says which.
+        kv_type
+            Of the cache: ``"f16"``, ``"bf16"``, ``"f32"`` or ``"q8_0"`` (head size a multiple
+            of 32).
+        logits
+            What evaluations give unless they are told otherwise: ``"full"`` (n_vocab,),
+            ``"semantic"`` (the semantic ids, then ``extra_ids``) or ``"none"``.
+        extra_ids
+            Token ids whose logits follow the semantic ones, such as 151645, ``<|im_end|>``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is out of range; the message names it.
+        DeviceError
+            ``attention="flash"`` and the device lacks an operation.
+        DeviceMemoryError
+            The cache does not fit.
         """
         from .session import Session
 
-        return Session(self, max_seq_len, n_threads=n_threads)
+        return Session(
+            self,
+            max_seq_len,
+            n_threads=n_threads,
+            attention=attention,
+            kv_type=kv_type,
+            logits=logits,
+            extra_ids=extra_ids,
+        )
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor the model uses, in the order of the forward pass."""
-        with self._handle.use() as pointer:
-            return [_tensor(pointer, i) for i in range(self._n_tensors)]
+        return self._handle.run(
+            lambda pointer: [_tensor(pointer, i) for i in range(self._n_tensors)]
+        )
 
     def close(self) -> None:
         """Give the model back; twice is fine.
@@ -193,8 +249,5 @@ class Model:
 def _tensor(pointer: object, i: int) -> TensorInfo:
     t = ffi.new("slowar_tensor *")
     call(lib.slowar_model_get_tensor, pointer, i, t)
-    shape = tuple(reversed([int(n) for n in t.ne]))
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
-    where = "device" if t.on_device else "mapped" if t.mapped else "host"
-    return TensorInfo(text(t.name), text(t.type), shape, t.n_bytes, where)
+    shape = tuple(reversed([int(n) for n in t.ne[0 : t.n_dims]]))
+    return TensorInfo(text(t.name), text(t.type), shape, t.n_bytes, _PLACES[t.place])

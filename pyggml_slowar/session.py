@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from ._native import Handle, call, ffi, lib, text
 from .device import default_threads
 from .model import Model
 
+T = TypeVar("T")
+
 Progress = Callable[[int, int], object]
 """Called after each chunk with (positions done, positions in all)."""
 
@@ -24,13 +26,23 @@ _MAX_THREADS = 512  # GGML_MAX_N_THREADS
 _MAX_POSITIONS = 2**30 - 1  # positions are int32 and their sums must be too
 
 
+Logits = Literal["full", "semantic", "none"]
+"""Which logits an evaluation gives."""
+
+_LOGITS = {"none": 0, "semantic": 1, "full": 2}
+_ATTENTION = {"auto": 0, "reference": 1, "flash": 2, "ggml": 3}
+_BATCH = 512  # positions of a prefill chunk of the flash path: bounds the compute memory
+
+
 class Output(NamedTuple):
-    """What one evaluation says of its last position. Both arrays are the caller's own."""
+    """What one evaluation says of its last position. The first two arrays are the caller's own."""
 
     hidden: npt.NDArray[np.float32]
     """(n_embd,) what the Fast-AR takes."""
     logits: npt.NDArray[np.float32]
-    """(n_vocab,) unnormalised scores of the next token."""
+    """Unnormalised scores of the next token: (n_vocab,), or fewer when fewer were asked for."""
+    ids: npt.NDArray[np.int32]
+    """The token id of each of the logits. Read-only and shared."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +96,42 @@ class Session:
     """
 
     def __init__(
-        self, model: Model, max_seq_len: int | None = None, *, n_threads: int | None = None
+        self,
+        model: Model,
+        max_seq_len: int | None = None,
+        *,
+        n_threads: int | None = None,
+        attention: str = "auto",
+        kv_type: str = "f16",
+        logits: Logits = "full",
+        extra_ids: Sequence[int] = (),
     ) -> None:
         n_threads = default_threads() if n_threads is None else n_threads
         n_threads = as_int("n_threads", n_threads, 1, _MAX_THREADS)
+        c = model.config
+        extra = [as_int("an extra id", i, 0, c.n_vocab - 1) for i in extra_ids]
         self.model = model
-        self._config = model.config
+        self._config = c
+        self._logits = _one_of("logits", logits, _LOGITS)
+        self._ids = {
+            _LOGITS["none"]: _read_only([]),
+            _LOGITS["semantic"]: _read_only(
+                [*range(c.semantic_begin_id, c.semantic_end_id + 1), *extra]
+            ),
+            _LOGITS["full"]: _read_only(range(c.n_vocab)),
+        }
+
+        params = ffi.new("slowar_session_params *")
+        params.n_threads = n_threads
+        params.attention = _one_of("attention", attention, _ATTENTION)
+        name = ffi.new("char[]", _c_string("kv_type", kv_type))
+        params.kv_type = name
+        params.n_batch = 0 if attention == "reference" else _BATCH
+        ids = ffi.new("int32_t[]", extra)
+        params.extra_ids = ids
+        params.n_extra_ids = len(extra)
         out = ffi.new("slowar_session **")
-        with model._handle.use() as pointer:
-            call(lib.slowar_session_open, out, pointer, n_threads)
+        model._handle.run(lambda pointer: call(lib.slowar_session_open, out, pointer, params))
         self._handle = Handle(out[0], lib.slowar_session_close, "session")
         self._state = ffi.new("slowar_session_state *")
         self._refresh(out[0])
@@ -119,11 +158,14 @@ class Session:
             It does not fit. The session then has no cache, and a smaller one can be made.
         """
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, _MAX_POSITIONS)
-        with self._handle.use() as pointer:
+
+        def make(pointer: Any) -> None:
             try:
                 call(lib.slowar_init_kv_cache, pointer, max_seq_len)
             finally:
                 self._refresh(pointer)
+
+        self._handle.run(make)
         if max_seq_len > self._config.n_ctx:
             warnings.warn(
                 f"max_seq_len={max_seq_len} is beyond the model's context of {self._config.n_ctx}",
@@ -132,15 +174,17 @@ class Session:
 
     def clear_kv_cache(self) -> None:
         """Give the cache's and the compute memory back. Without a cache: nothing happens."""
-        with self._handle.use() as pointer:
+
+        def clear(pointer: Any) -> None:
             call(lib.slowar_clear_kv_cache, pointer)
             self._refresh(pointer)
+
+        self._handle.run(clear)
 
     def rewind(self, n_past: int) -> None:
         """Forget the positions from ``n_past`` (0 to the position) on. Memory is kept."""
         n_past = as_int("n_past", n_past, 0, _MAX_POSITIONS)
-        with self._handle.use() as pointer:
-            self._rewind(pointer, n_past)
+        self._handle.run(lambda pointer: self._rewind(pointer, n_past))
 
     def reset(self) -> None:
         """Back to position 0. Memory is kept."""
@@ -154,6 +198,7 @@ class Session:
         *,
         chunk: int | None = None,
         progress: Progress | None = None,
+        logits: Logits | None = None,
     ) -> Output:
         """Evaluate a prompt, in chunks where that pays.
 
@@ -164,10 +209,14 @@ class Session:
             positions whose id is not semantic are ignored. Any integer dtype, byte order and
             layout.
         chunk
-            Positions per evaluation; None: ``prefill_chunk`` decides. Results depend slightly on
-            it, since the past is kept in F16 and the current chunk is not.
+            Positions per evaluation; None: 512 with flash attention, ``prefill_chunk`` with the
+            reference, whose results depend slightly on it: it keeps the past in F16 and the current
+            chunk not.
         progress
             Called with (positions done, n) after each chunk. What it raises ends the prefill.
+
+        logits
+            ``"full"``, ``"semantic"`` or ``"none"``; None: as the session was opened.
 
         Returns
         -------
@@ -189,23 +238,22 @@ class Session:
             if chunk is None
             else as_int("chunk", chunk, 1, _MAX_POSITIONS)
         )
-        return self._evaluate(flat, size, progress)
+        return self._evaluate(flat, logits, size, progress)
 
-    def prefill_fast(self, tokens: npt.ArrayLike) -> Output:
-        """Evaluate a prompt of shape (1 + n_codebook, n) in one evaluation.
+    def prefill_fast(self, tokens: npt.ArrayLike, *, logits: Logits | None = None) -> Output:
+        """Evaluate a prompt of shape (1 + n_codebook, n) at once. Otherwise as ``prefill``."""
+        return self._evaluate(as_prompt(tokens, self._config), logits)
 
-        Otherwise as ``prefill``.
-        """
-        return self._evaluate(as_prompt(tokens, self._config))
-
-    def step(self, frame: npt.ArrayLike) -> Output:
+    def step(self, frame: npt.ArrayLike, *, logits: Logits | None = None) -> Output:
         """Evaluate one position: integers of shape (1 + n_codebook,), the token id first.
 
         Otherwise as ``prefill``.
         """
-        return self._evaluate(as_frame(frame, self._config))
+        return self._evaluate(as_frame(frame, self._config), logits)
 
     def _default_chunk(self, flat: Flat) -> int | None:
+        if self.attention != "reference":
+            return _BATCH
         c = self._config
         semantic = (flat[:, 0] >= c.semantic_begin_id) & (flat[:, 0] <= c.semantic_end_id)
         return prefill_chunk(
@@ -215,13 +263,18 @@ class Session:
         )
 
     def _evaluate(
-        self, flat: Flat, chunk: int | None = None, progress: Progress | None = None
+        self,
+        flat: Flat,
+        logits: Logits | None,
+        chunk: int | None = None,
+        progress: Progress | None = None,
     ) -> Output:
-        with self._handle.use() as pointer:
-            return self._run(pointer, flat, chunk or len(flat), progress)
+        which = self._logits if logits is None else _one_of("logits", logits, _LOGITS)
+        size = chunk or len(flat)
+        return self._handle.run(lambda pointer: self._run(pointer, flat, which, size, progress))
 
     def _run(
-        self, pointer: Any, flat: Flat, chunk: int, progress: Progress | None = None
+        self, pointer: Any, flat: Flat, which: int, chunk: int, progress: Progress | None = None
     ) -> Output:
         """All positions of ``flat`` or none: the way of every evaluation."""
         n = len(flat)
@@ -235,9 +288,11 @@ class Session:
         if chunk < n:
             # A bad id in the last chunk must not cost the evaluation of the first.
             call(lib.slowar_check_tokens, pointer, _int32(flat), n)
-        hidden = np.empty(self._config.n_embd, np.float32)
-        logits = np.empty(self._config.n_vocab, np.float32)
-        try:
+        ids = self._ids[which]
+
+        def chunks() -> Output:
+            hidden = np.empty(self._config.n_embd, np.float32)
+            logits = np.empty(len(ids), np.float32)
             for at in range(0, n, chunk):
                 part = flat[at : at + chunk]
                 last = at + chunk >= n
@@ -246,16 +301,16 @@ class Session:
                     pointer,
                     _int32(part),
                     len(part),
+                    which,
                     _float32(hidden) if last else ffi.NULL,
-                    _float32(logits) if last else ffi.NULL,
+                    _float32(logits) if last and which else ffi.NULL,
                 )
                 self._refresh(pointer)
                 if progress is not None:
                     progress(at + len(part), n)
-        except BaseException:  # Ctrl-C and what progress raises, too
-            self._rewind(pointer, start)
-            raise
-        return Output(hidden, logits)
+            return Output(hidden, logits, ids)
+
+        return self._all_or_nothing(pointer, chunks)
 
     # ---- looking inside
 
@@ -270,16 +325,16 @@ class Session:
             Integers of shape (1 + n_codebook, n).
         names
             Names of tensors of the graph, ``-layer`` behind those of a layer: ``embd``,
-            ``attn_norm-0``, ``qkv-0``, ``q_rope-0``, ``k_rope-0``, ``v-0``, ``attn_probs-0``,
-            ``attn_out-0``, ``ffn_inp-0``, ``ffn_norm-0``, ``ffn_out-0``, ``l_out-0``,
-            ``result_norm``, ``hidden``, ``logits``.
+            ``attn_norm-0``, ``qkv-0``, ``q_rope-0``, ``k_rope-0``, ``attn_out-0``, ``ffn_inp-0``,
+            ``ffn_norm-0``, ``ffn_out-0``, ``l_out-0``, ``result_norm``, ``hidden``, ``logits``;
+            with the reference also ``v-0`` and ``attn_probs-0``.
 
         Returns
         -------
         Output, dict
             Each tensor as float32 in numpy order, positions first: ``attn_norm-0`` is (n, n_embd),
             ``q_rope-0`` is (n, n_head, head_dim), ``attn_probs-0`` is (n_head, n, n_past + n). Two
-            dimensions at least.
+            dimensions at least. Flash computes only the last position behind the last layer's keys.
 
         Raises
         ------
@@ -288,30 +343,37 @@ class Session:
         """
         flat = as_prompt(tokens, self._config)
         names = list(names)
-        keep = [ffi.new("char[]", name.encode()) for name in names]
-        with self._handle.use() as pointer:
+        keep = [ffi.new("char[]", _c_string("a tensor's name", name)) for name in names]
+
+        def evaluate(pointer: Any) -> tuple[Output, dict[str, npt.NDArray[np.float32]]]:
+            output = self._run(pointer, flat, self._logits, len(flat))
+            return output, {name: _trace(pointer, i) for i, name in enumerate(names)}
+
+        def traced(pointer: Any) -> tuple[Output, dict[str, npt.NDArray[np.float32]]]:
             try:
                 call(lib.slowar_trace_select, pointer, keep, len(keep))
-                output = self._run(pointer, flat, len(flat))
-                return output, {name: _trace(pointer, i) for i, name in enumerate(names)}
+                return self._all_or_nothing(pointer, lambda: evaluate(pointer))
             finally:
                 call(lib.slowar_trace_select, pointer, ffi.NULL, 0)
+
+        return self._handle.run(traced)
 
     def graph(self, n_tokens: int, n_past: int = 0) -> list[Node]:
         """What an evaluation of ``n_tokens`` at position ``n_past`` computes, in order."""
         n_tokens = as_int("n_tokens", n_tokens, 1, _MAX_POSITIONS)
         n_past = as_int("n_past", n_past, 0, _MAX_POSITIONS)
         count = ffi.new("int32_t *")
-        node = ffi.new("slowar_node *")
-        nodes = []
-        with self._handle.use() as pointer:
-            call(lib.slowar_graph_node, pointer, n_past, n_tokens, -1, ffi.NULL, count)
-            for i in range(count[0]):
-                call(lib.slowar_graph_node, pointer, n_past, n_tokens, i, node, count)
-                ne = node.ne
-                shape = (ne[3], ne[2], ne[1], ne[0])
-                nodes.append(Node(text(node.name), text(node.op), text(node.type), shape))
-        return nodes
+
+        def list_nodes(pointer: Any) -> list[Node]:
+            call(lib.slowar_graph_nodes, pointer, n_past, n_tokens, ffi.NULL, 0, count)
+            nodes = ffi.new("slowar_node[]", count[0])
+            call(lib.slowar_graph_nodes, pointer, n_past, n_tokens, nodes, count[0], count)
+            return [
+                Node(text(n.name), text(n.op), text(n.type), (n.ne[3], n.ne[2], n.ne[1], n.ne[0]))
+                for n in nodes
+            ]
+
+        return self._handle.run(list_nodes)
 
     # ---- state
 
@@ -328,6 +390,11 @@ class Session:
         return int(self._state.max_seq_len)
 
     @property
+    def attention(self) -> str:
+        """``"flash"`` or ``"reference"``: what evaluations take. Known once there is a cache."""
+        return "reference" if self._state.attention == _ATTENTION["reference"] else "flash"
+
+    @property
     def n_threads(self) -> int:
         """CPU threads of an evaluation."""
         return int(self._state.n_threads)
@@ -341,6 +408,16 @@ class Session:
     def compute_nbytes(self) -> int:
         """Bytes held for intermediate results; grows to what the longest evaluation needed."""
         return int(self._state.n_bytes_compute)
+
+    def _all_or_nothing(self, pointer: Any, body: Callable[[], T]) -> T:
+        """Back to where it began if ``body`` raises: an error, Ctrl-C, a callback's own."""
+        start = self.n_past
+        try:
+            return body()
+        except BaseException:
+            if self.max_seq_len > 0:
+                self._rewind(pointer, start)
+            raise
 
     def _rewind(self, pointer: Any, n_past: int) -> None:
         call(lib.slowar_rewind, pointer, n_past)
@@ -368,6 +445,26 @@ class Session:
         if self._handle.closed:
             return "<Session: closed>"
         return f"<Session: position {self._state.n_past} of {self._state.max_seq_len}>"
+
+
+def _one_of(name: str, value: str, known: dict[str, int]) -> int:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    return known[value]
+
+
+def _c_string(name: str, value: str) -> bytes:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, expected a str")
+    if "\0" in value:
+        raise ValueError(f"{name} is {value!r}: embedded null character")
+    return value.encode()
+
+
+def _read_only(ids: Iterable[int]) -> npt.NDArray[np.int32]:
+    array = np.fromiter(ids, np.int32)
+    array.flags.writeable = False
+    return array
 
 
 def _int32(array: Flat) -> Any:

@@ -35,7 +35,6 @@ LAYER_TRACES = (
     "qkv-{il}",
     "q_rope-{il}",
     "k_rope-{il}",
-    "v-{il}",
     "attn_out-{il}",
     "ffn_inp-{il}",
     "ffn_norm-{il}",
@@ -249,10 +248,10 @@ class Reference:
         return out.reshape(n_tokens, -1)
 
     def follow(self, il: int, keys: npt.ArrayLike, values: npt.ArrayLike, tolerance: float) -> None:
-        """Takes over which way another program's keys and values of the last `eval` rounded.
+        """Takes over which way another program's keys and values of the next `eval` round.
 
-        Both are its unrounded float32 (n, n_head_kv, head_dim) of layer `il`. They must agree with
-        this program's within `tolerance` of their root mean square, else ReferenceCallError.
+        Both are its unrounded float32 (n, n_head_kv, head_dim) of layer `il`. Those further than
+        `tolerance` times their root mean square from this program's own are not followed.
         """
         arrays = [np.ascontiguousarray(a, dtype=np.float32) for a in (keys, values)]
         pointers = [self._ffi.from_buffer("float[]", a) for a in arrays]

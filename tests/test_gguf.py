@@ -106,7 +106,7 @@ def evaluate(model):
     prompt[0, 1] = c.semantic_begin_id
     with model.session(2, n_threads=1) as session:
         out = session.prefill(prompt)
-    shapes = [list(a.shape) for a in out]
+    shapes = [list(a.shape) for a in (out.hidden, out.logits)]
     assert shapes == [[c.n_embd], [c.n_vocab]], shapes
     return bool(np.isfinite(out.hidden).all() and np.isfinite(out.logits).all())
 

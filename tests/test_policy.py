@@ -84,7 +84,7 @@ def test_prefill_follows_the_policy(
     tokens[0] = 7
     tokens[0, 20 - n_semantic :] = SMALL.semantic_end_id
     size = chunks[0]
-    with small.session(20, n_threads=1) as session:
+    with small.session(20, n_threads=1, attention="reference") as session:
         expected = session.prefill(tokens, chunk=size)
         session.reset()
         monkeypatch.setattr(small, "n_gpu_layers", n_gpu_layers)

@@ -42,16 +42,25 @@ FRAME = PROMPT[:, 1]
 MOST = 2**30 - 1
 
 
+@pytest.fixture(scope="module", params=["reference", "flash"])
+def attention(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+only_documented = pytest.mark.parametrize("attention", ["reference"], indirect=True)
+only_flash = pytest.mark.parametrize("attention", ["flash"], indirect=True)
+
+
 @pytest.fixture
-def session(tiny: Model) -> Iterator[Session]:
+def session(tiny: Model, attention: str) -> Iterator[Session]:
     """At position 5 of 32."""
-    with tiny.session(CAPACITY, n_threads=1) as session:
+    with tiny.session(CAPACITY, n_threads=1, attention=attention) as session:
         session.prefill(PAST)
         yield session
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Model) -> dict[str, Output]:
+def expected(tiny: Model, attention: str) -> dict[str, Output]:
     """What calls at position 5 of a session that saw nothing else give."""
     calls: dict[str, Callable[[Session], Output]] = {
         "step": lambda s: s.step(FRAME),
@@ -60,7 +69,7 @@ def expected(tiny: Model) -> dict[str, Output]:
     }
     out = {}
     for name, call in calls.items():
-        with tiny.session(CAPACITY, n_threads=1) as session:
+        with tiny.session(CAPACITY, n_threads=1, attention=attention) as session:
             session.prefill(PAST)
             out[name] = call(session)
     return out
@@ -255,6 +264,7 @@ def test_progress_that_calls_the_session_and_goes_on(
     assert session.n_past == START + 12
 
 
+@only_flash
 def test_progress_may_use_another_session_and_the_model(
     tiny: Model, session: Session, expected: dict[str, Output]
 ) -> None:
@@ -400,6 +410,7 @@ def test_a_cache_of_one_position(tiny: Model) -> None:
             session.prefill(PROMPT[:, :2])
 
 
+@only_flash
 @pytest.mark.parametrize("capacity", [17, 18, 33])
 def test_the_size_of_the_cache_does_not_show(
     tiny: Model, expected: dict[str, Output], capacity: int
@@ -466,6 +477,7 @@ def test_a_cache_that_no_memory_holds(
     assert same_bits(session.step(FRAME), expected["step"])
 
 
+@only_flash
 def test_a_session_that_no_memory_holds(tiny: Model, expected: dict[str, Output]) -> None:
     with pytest.raises(DeviceMemoryError, match="a KV cache of 1000000000 positions"):
         tiny.session(10**9)
@@ -510,6 +522,7 @@ def _assert_no_cache(session: Session) -> None:
     assert (session.n_past, session.max_seq_len, session.nbytes) == (0, 0, 0)
 
 
+@only_flash
 def test_without_a_cache(tiny: Model, expected: dict[str, Output]) -> None:
     with tiny.session(n_threads=1) as session:
         _assert_no_cache(session)
@@ -569,6 +582,7 @@ def test_a_closed_model(tiny_path: Path) -> None:
     assert repr(model) == f"<Model '{tiny_path}': 3 layers, closed>"
 
 
+@only_flash
 def test_a_session_outlives_its_model(tiny_path: Path, expected: dict[str, Output]) -> None:
     model = Model(tiny_path, backend="cpu")
     first, second = (model.session(CAPACITY, n_threads=1) for _ in range(2))
@@ -581,6 +595,7 @@ def test_a_session_outlives_its_model(tiny_path: Path, expected: dict[str, Outpu
         session.close()
 
 
+@only_flash
 def test_a_session_needs_no_reference_to_its_model(
     tiny_path: Path, expected: dict[str, Output]
 ) -> None:
@@ -659,9 +674,10 @@ def test_the_same_request_twice(tiny: Model) -> None:
 
 def test_results_have_the_documented_form(session: Session) -> None:
     out = session.step(FRAME)
-    assert out._fields == ("hidden", "logits")
+    assert out._fields == ("hidden", "logits", "ids")
+    assert out.ids.tolist() == list(range(TINY.n_vocab))
     assert (out.hidden.shape, out.logits.shape) == ((TINY.n_embd,), (TINY.n_vocab,))
-    for values in out:
+    for values in (out.hidden, out.logits):
         assert values.dtype == np.float32
         assert values.flags.owndata
         assert values.flags.writeable
@@ -670,9 +686,11 @@ def test_results_have_the_documented_form(session: Session) -> None:
         assert float(values.std()) > 0.1  # random weights of unit scale: neither zeros nor constant
 
 
-def test_results_are_the_callers_own(tiny_path: Path, expected: dict[str, Output]) -> None:
+def test_results_are_the_callers_own(
+    tiny_path: Path, attention: str, expected: dict[str, Output]
+) -> None:
     model = Model(tiny_path, backend="cpu")
-    session = model.session(CAPACITY, n_threads=1)
+    session = model.session(CAPACITY, n_threads=1, attention=attention)
     session.prefill(PAST)
     held = session.step(FRAME)
     second = session.step(FRAME)
@@ -684,7 +702,7 @@ def test_results_are_the_callers_own(tiny_path: Path, expected: dict[str, Output
     assert same_bits(second, kept)
     session.rewind(START)
     assert same_bits(session.step(FRAME), expected["step"])
-    assert not any(np.shares_memory(a, b) for a in held for b in second)
+    assert not any(np.shares_memory(a, b) for a in held[:2] for b in second[:2])
 
     session.close()
     model.close()
@@ -783,6 +801,7 @@ TRACED: dict[str, tuple[int, ...]] = {
 }
 
 
+@only_documented
 def test_trace(session: Session, expected: dict[str, Output]) -> None:
     names = [*TRACED, "l_out-0", "l_out-2", "qkv-0"]
     out, seen = session.trace(PROMPT, names)
@@ -816,6 +835,7 @@ def test_trace_without_names(session: Session, expected: dict[str, Output]) -> N
     assert same_bits(out, expected["prefill"])
 
 
+@only_documented
 def test_trace_leaves_nothing_behind(session: Session, expected: dict[str, Output]) -> None:
     held = session.compute_nbytes
     session.trace(PROMPT, TRACED)
@@ -930,7 +950,7 @@ MOVES_NOTHING = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE"}
 
 @pytest.mark.parametrize(("n_tokens", "n_past"), [(1, 0), (7, 0), (1, 4), (7, 4), (1, 15)])
 def test_the_documented_graph(variant: Model, n_tokens: int, n_past: int) -> None:
-    with variant.session(16) as session:
+    with variant.session(16, attention="reference") as session:
         nodes = session.graph(n_tokens, n_past)
         assert session.n_past == 0
     c = variant.config

@@ -32,9 +32,18 @@ struct rows {
     const double * operator[](int64_t i) const { return values.data() + i * width; }
 };
 
+// Keys or values of one layer.
+struct stored_rows {
+    std::vector<double> values;  // (n_past, kv_size)
+
+    // Another program's values for the next batch, before rounding: see ref_follow.
+    std::vector<float> guide;
+    double             tolerance = 0.0;
+};
+
 struct kv_cache_layer {
-    std::vector<double> k;  // (n_past, kv_size)
-    std::vector<double> v;  // (n_past, kv_size)
+    stored_rows k;
+    stored_rows v;
 };
 
 struct layer_weights {
@@ -383,20 +392,42 @@ rows rope(const evaluation & ev, rows x, int64_t n_head) {
     return x;
 }
 
-// Stores the keys (or values) of this batch and returns all those that its attention reads.
-rows store_and_join(const evaluation & ev, std::vector<double> & cache, const rows & batch) {
-    const ref_cache rounding = ev.session.rounding;
-    const int64_t   n_past   = ev.session.n_past;
-    const int64_t   kv_size  = ev.net.kv_size;
-
-    cache.resize(size_t(n_past * kv_size));  // also drops what an evaluation that failed half-way left
-    for (double value : batch.values) {
-        // Through float, because that is the precision from which the cache of the real graph is rounded.
-        cache.push_back(rounding == REF_CACHE_EXACT ? value : round_to_half(float(value)));
+double root_mean_square(const rows & x) {
+    double sum = 0.0;
+    for (double value : x.values) {
+        sum += value * value;
     }
+    return std::sqrt(sum / double(x.values.size()));
+}
+
+// What a cache of halves holds of a batch. Through float, because that is the precision from which the cache of the real
+// graph is rounded.
+std::vector<double> halves(const rows & batch, const stored_rows & cache) {
+    const bool   guided = cache.guide.size() == batch.values.size();
+    const double most   = cache.tolerance * root_mean_square(batch);
+
+    std::vector<double> out;
+    for (size_t i = 0; i < batch.values.size(); ++i) {
+        const double mine   = batch.values[i];
+        const bool   follow = guided && std::abs(double(cache.guide[i]) - mine) <= most;
+        out.push_back(round_to_half(follow ? cache.guide[i] : float(mine)));
+    }
+    return out;
+}
+
+// Stores the keys (or values) of this batch and returns all those that its attention reads.
+rows store_and_join(const evaluation & ev, stored_rows & cache, const rows & batch) {
+    const ref_cache           rounding = ev.session.rounding;
+    const int64_t             n_past   = ev.session.n_past;
+    const int64_t             kv_size  = ev.net.kv_size;
+    const std::vector<double> kept     = rounding == REF_CACHE_EXACT ? batch.values : halves(batch, cache);
+
+    cache.guide.clear();
+    cache.values.resize(size_t(n_past * kv_size));  // also drops what an evaluation that failed half-way left
+    cache.values.insert(cache.values.end(), kept.begin(), kept.end());
 
     rows joined(n_past + ev.n_tokens, kv_size);  // (n_past + n_tokens, kv_size)
-    joined.values = cache;
+    joined.values = cache.values;
     if (rounding == REF_CACHE_PAST_F16) {
         std::copy(batch.values.begin(), batch.values.end(), joined[n_past]);
     }
@@ -457,28 +488,10 @@ rows attention(evaluation & ev, int64_t il, const rows & x) {
     q = ev.keep("q_rope", il, rope(ev, q, cfg.n_head));
     k = ev.keep("k_rope", il, rope(ev, k, cfg.n_head_kv));
 
-    ev.keep("v", il, v);
     const rows keys   = store_and_join(ev, cache.k, k);
     const rows values = store_and_join(ev, cache.v, v);
     const rows out    = ev.keep("attn_out", il, attend(ev, q, keys, values));
     return linear(out, layer.wo, cfg.n_embd);
-}
-
-// The last positions of a cache take the halves of what another program had there.
-void follow(std::vector<double> & cache, const std::vector<double> & mine, const float * theirs, double tolerance) {
-    double sum = 0.0;
-    for (double value : mine) {
-        sum += value * value;
-    }
-    const double most  = tolerance * std::sqrt(sum / double(mine.size()));
-    double *     slots = cache.data() + cache.size() - mine.size();
-    for (size_t i = 0; i < mine.size(); ++i) {
-        if (!(std::abs(double(theirs[i]) - mine[i]) <= most)) {
-            fail("value %zu of the batch is %g here and %g there, which is more than %g apart", i, mine[i],
-                 double(theirs[i]), most);
-        }
-        slots[i] = round_to_half(theirs[i]);
-    }
 }
 
 rows feed_forward(evaluation & ev, int64_t il, const rows & h) {
@@ -619,15 +632,10 @@ int32_t ref_trace(const ref_session * session, const char * name, double * out, 
 int32_t ref_follow(ref_session * session, int64_t il, const float * keys, const float * values, int64_t n,
                    double tolerance, ref_error * err) {
     return guard(err, [&] {
-        for (const char * name : { "k_rope", "v" }) {
-            const auto mine = session->trace.find(name + ("-" + std::to_string(il)));
-            if (mine == session->trace.end() || int64_t(mine->second.size()) != n) {
-                fail("layer %lld has no batch of %lld keys and values to follow", (long long) il, (long long) n);
-            }
-            kv_cache_layer & cache = session->cache[size_t(il)];
-            const bool       is_k  = name[0] == 'k';
-            follow(is_k ? cache.k : cache.v, mine->second, is_k ? keys : values, tolerance);
-        }
+        kv_cache_layer & layer = session->cache.at(size_t(il));
+        layer.k.guide.assign(keys, keys + n);
+        layer.v.guide.assign(values, values + n);
+        layer.k.tolerance = layer.v.tolerance = tolerance;
     });
 }
 

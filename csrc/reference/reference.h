@@ -76,16 +76,16 @@ int64_t       ref_session_n_past(const ref_session * session);
 int32_t ref_eval(ref_session * session, const int32_t * tokens, int64_t n_tokens, double * hidden, double * logits,
                  ref_error * err);
 
-/* Settles rounding on the edge. A key or value that lies between two halves, nearer to the middle than float32 can tell,
- * may be stored as either. `keys` and `values` (n_tokens, kv_size each, n floats) are what another program stored for the
- * last evaluation's positions in layer `il`, before rounding; from here on the halves of those are what the cache holds.
- * Refused when one differs from this program's by more than `tolerance` times the root mean square of them all: the edge
- * may be settled, a difference not hidden. */
+/* Settles rounding on the edge, for the next evaluation. A key or value that lies between two halves, nearer to the middle
+ * than float32 can tell, may be stored as either. `keys` and `values` (n_tokens, kv_size each, n floats) are what another
+ * program has in layer `il`, before rounding, for the positions that are about to be evaluated: where one is within
+ * `tolerance` times the root mean square of this program's own, its half is the one stored. Where it is further off it is
+ * not followed: the edge is settled, a difference is not hidden. Without rounding nothing is followed. */
 int32_t ref_follow(ref_session * session, int64_t il, const float * keys, const float * values, int64_t n,
                    double tolerance, ref_error * err);
 
 /* Intermediate values of the last evaluation, all its positions, position-major: embd, attn_norm-{il}, qkv-{il},
- * q_rope-{il}, k_rope-{il}, v-{il}, attn_out-{il}, ffn_inp-{il}, ffn_norm-{il}, ffn_out-{il}, l_out-{il}, result_norm; and hidden
+ * q_rope-{il}, k_rope-{il}, attn_out-{il}, ffn_inp-{il}, ffn_norm-{il}, ffn_out-{il}, l_out-{il}, result_norm; and hidden
  * and logits of the last position. The size counts all values, -1 if there is no such name. */
 int64_t ref_trace_size(const ref_session * session, const char * name);
 int32_t ref_trace(const ref_session * session, const char * name, double * out, int64_t n, ref_error * err);

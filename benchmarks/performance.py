@@ -1,0 +1,121 @@
+"""The figures of docs/performance.md: full-size random models, both attention paths.
+
+python benchmarks/performance.py [--out docs/performance.md] [--repeats N]
+
+The models (2.2 and 4.1 GiB) are made once and kept in the user's cache folder. Look at the load
+first: nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from tqdm import tqdm
+
+from pyggml_slowar import bench
+from pyggml_slowar.make_model import S2_PRO, make_model
+
+PAST = (128, 640, 1700)
+OTHERS = """\
+Measured elsewhere on the same class of machine, quoted here, not run: llama.cpp's own bench on a
+Qwen3-4B of the same shape takes 55.6 to 61.6 ms a step at depth 128 and prefills 60 tok/s; the best
+other ggml engine for this model takes 69-73 / 84-86 / 123 ms a step at 130 / 650 / 1700 past
+positions when its cache is just long enough, prefills 105 tok/s, opens in 4-24 s and peaks at
+5.8 GB."""
+
+
+def cached_model(type: str) -> Path:
+    """The full-size random model of this type, made if it is not there."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggml_slowar"
+    path = root / f"s2-pro-{type}.gguf"
+    if not path.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with tqdm(desc=path.name, unit="", unit_scale=True) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            make_model(path, S2_PRO, type, progress=progress)
+    return path
+
+
+def measure(type: str, repack: tuple[bool, ...], repeats: int) -> bench.Report:
+    plan = bench.Plan(
+        model=cached_model(type),
+        repack=repack,
+        past=PAST,
+        prefill=(128, 512),
+        repeats=repeats,
+        contended=True,
+    )
+    with tqdm(bar_format="{desc} [{elapsed}]") as bar:
+        return bench.run(plan, bar.set_description_str)
+
+
+def growth(report: bench.Report) -> list[str]:
+    """Microseconds that a step grows by for each cached position, per configuration."""
+    lines = ["| growth of a step | us per cached position |", "| --- | --- |"]
+    for configuration in dict.fromkeys(s.configuration for s in report.steps):
+        steps = {s.past: s.median_ms for s in report.steps if s.configuration == configuration}
+        first, last = min(steps), max(steps)
+        slope = (steps[last] - steps[first]) / (last - first) * 1e3
+        lines.append(f"| {configuration} | {slope:.1f} |")
+    return lines
+
+
+def plot(reports: dict[str, bench.Report], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for type, report in reports.items():
+        for configuration in dict.fromkeys(s.configuration for s in report.steps):
+            steps = [s for s in report.steps if s.configuration == configuration]
+            style = "--" if configuration.attention == "reference" else "-"
+            label = f"{type} {configuration.attention}{', repack' if configuration.repack else ''}"
+            ms = [s.median_ms for s in steps]
+            axes.plot([s.past for s in steps], ms, style, marker="o", label=label)
+    axes.axhline(1e3 / bench.REAL_TIME, color="grey", linewidth=0.8)
+    axes.annotate("real time: 46.4 ms for all of a frame", (PAST[1], 47), color="grey")
+    axes.set(xlabel="positions in the cache", ylabel="ms a step", yscale="log")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def page(reports: dict[str, bench.Report], image: str) -> str:
+    today = datetime.date.today().isoformat()
+    intro = f"""\
+Made by `{shlex.join(["python", *sys.argv])}` (`make bench`) on {today}. Random weights of S2 Pro's
+shape; the time does not depend on their values. Each table is one run, in which the configurations
+took turns step by step. *Of the floor*: the least time in which the memory, at the bandwidth
+measured in the same run, could have delivered the bytes that a step must read, divided by the
+step's median."""
+    parts = ["# How fast it is", intro, f"![step time against position]({image})"]
+    for type, report in reports.items():
+        parts += [f"## {type}", bench.markdown(report), "\n".join(growth(report))]
+    return "\n\n".join([*parts, "## Beside others", OTHERS]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/performance.md"))
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    mpl.use("Agg")
+    print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} CPUs", file=sys.stderr)
+    reports = {
+        "q4_k": measure("q4_k", (False, True), options.repeats),
+        "q8_0": measure("q8_0", (False,), options.repeats),
+    }
+    image = options.out.with_name("step-time.png")
+    plot(reports, image)
+    options.out.write_text(page(reports, image.name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

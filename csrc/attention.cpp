@@ -1,0 +1,292 @@
+#include "attention.h"
+
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace slowar {
+
+namespace {
+
+// Eight floats, in whatever registers the target has.
+typedef float floats __attribute__((vector_size(32)));
+typedef int   ints __attribute__((vector_size(32)));
+
+constexpr int64_t lanes = 8;
+
+// Cached rows converted at a time: a tile of 32 x 128 floats stays in the first-level cache.
+constexpr int64_t tile = 32;
+
+// Query rows that share a tile, at least the heads of one KV head.
+constexpr int64_t block_rows = 16;
+
+floats load(const float * x) {
+    floats v;
+    std::memcpy(&v, x, sizeof(v));
+    return v;
+}
+
+void store(float * x, floats v) {
+    std::memcpy(x, &v, sizeof(v));
+}
+
+float sum(floats v) {
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+}
+
+// e^x for x <= 0 by range reduction to [-ln2/2, ln2/2] and a polynomial of degree 6; relative error below 2e-7.
+floats exp_negative(floats x) {
+    x = x < -87.0f ? floats{} - 87.0f : x;
+
+    const floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
+    const floats k = n - 12582912.0f;
+    const floats r = (x - k * 0.693145752f) - k * 1.42860677e-6f;  // ln 2 in two parts
+
+    floats p = r * (1.0f / 720.0f) + (1.0f / 120.0f);
+    p        = p * r + (1.0f / 24.0f);
+    p        = p * r + (1.0f / 6.0f);
+    p        = p * r + 0.5f;
+    p        = p * r + 1.0f;
+    p        = p * r + 1.0f;
+
+    const ints two_to_k = ((ints) n - 0x4b400000 + 127) << 23;
+    return p * (floats) two_to_k;
+}
+
+struct shape {
+    int64_t head_dim;
+    int64_t width;  // head_dim in whole vectors
+    int64_t n_head;
+    int64_t n_head_kv;
+    int64_t n_tokens;
+    int64_t n_repeat;      // query heads of a KV head
+    int64_t block_tokens;  // positions whose heads share a tile
+
+    int64_t rows() const { return block_tokens * n_repeat; }
+
+    int64_t per_head() const { return rows() * (2 * width + tile + 2); }
+
+    int64_t scratch() const { return n_head_kv * per_head() + tile * width; }
+};
+
+shape shape_of(const ggml_tensor * q, const ggml_tensor * k) {
+    shape s;
+    s.head_dim     = q->ne[0];
+    s.width        = GGML_PAD(s.head_dim, lanes);
+    s.n_head       = q->ne[1];
+    s.n_head_kv    = k->ne[0] / s.head_dim;
+    s.n_tokens     = q->ne[2];
+    s.n_repeat     = s.n_head / s.n_head_kv;
+    s.block_tokens = std::min(std::max<int64_t>(block_rows / s.n_repeat, 1), s.n_tokens);
+    return s;
+}
+
+// What the queries of one KV head carry along the cache: a running softmax.
+struct head_state {
+    float * q;       // [rows][width], scaled
+    float * out;     // [rows][width]
+    float * scores;  // [rows][tile]
+    float * most;    // [rows]
+    float * total;   // [rows]
+};
+
+head_state state_at(const shape & s, float * scratch, int64_t head) {
+    float *       at = scratch + head * s.per_head();
+    const int64_t n  = s.rows();
+    return { at, at + n * s.width, at + 2 * n * s.width, at + n * (2 * s.width + tile),
+             at + n * (2 * s.width + tile + 1) };
+}
+
+void convert_rows(const shape & s, const ggml_tensor * cache, int64_t head, int64_t slot, int64_t n, float * rows) {
+    const ggml_to_float_t to_float = ggml_get_type_traits(cache->type)->to_float;
+    const char *          from = static_cast<const char *>(cache->data) + ggml_row_size(cache->type, head * s.head_dim);
+    for (int64_t i = 0; i < n; i++) {
+        const void * row = from + size_t(slot + i) * cache->nb[1];
+        float *      to  = rows + i * s.width;
+        if (cache->type == GGML_TYPE_F16) {
+            ggml_cpu_fp16_to_fp32(static_cast<const ggml_fp16_t *>(row), to, s.head_dim);
+        } else if (to_float) {
+            to_float(row, to, s.head_dim);
+        } else {
+            std::memcpy(to, row, size_t(s.head_dim) * sizeof(float));
+        }
+    }
+}
+
+// scores[r][i] = q[r] . keys[i] for four query rows at a time, so that a key is loaded once for all of them.
+template <int n_rows> void score(const shape & s, const float * q, const float * keys, int64_t n, float * scores) {
+    for (int64_t i = 0; i < n; i++) {
+        floats acc[n_rows] = {};
+        for (int64_t d = 0; d < s.width; d += lanes) {
+            const floats key = load(keys + i * s.width + d);
+            for (int r = 0; r < n_rows; r++) {
+                acc[r] += load(q + r * s.width + d) * key;
+            }
+        }
+        for (int r = 0; r < n_rows; r++) {
+            scores[r * tile + i] = sum(acc[r]);
+        }
+    }
+}
+
+void score_all(const shape & s, const head_state & h, int64_t n_rows, const float * keys, int64_t n) {
+    int64_t r = 0;
+    for (; r + 4 <= n_rows; r += 4) {
+        score<4>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
+    }
+    for (; r < n_rows; r++) {
+        score<1>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
+    }
+}
+
+// Turns a tile's scores into weights and rescales what was summed before, when a larger score turned up.
+void soften(const shape & s, const head_state & h, int64_t r, int64_t n_seen) {
+    float * scores = h.scores + r * tile;
+    std::fill(scores + n_seen, scores + tile, -INFINITY);
+
+    float most = h.most[r];
+    for (int64_t i = 0; i < n_seen; i++) {
+        most = std::max(most, scores[i]);
+    }
+    if (most > h.most[r]) {
+        const float shrink  = std::exp(h.most[r] - most);
+        h.total[r]         *= shrink;
+        for (int64_t d = 0; d < s.width; d += lanes) {
+            store(h.out + r * s.width + d, load(h.out + r * s.width + d) * shrink);
+        }
+        h.most[r] = most;
+    }
+    floats total = {};
+    for (int64_t i = 0; i < tile; i += lanes) {
+        const floats x = load(scores + i);
+        const floats w = x == -INFINITY ? floats{} : exp_negative(x - most);
+        store(scores + i, w);
+        total += w;
+    }
+    h.total[r] += sum(total);
+}
+
+// out[r] += sum over i of scores[r][i] * values[i], for four query rows and two vectors at a time.
+template <int n_rows> void gather(const shape & s, const float * scores, const float * values, int64_t n, float * out) {
+    for (int64_t d = 0; d < s.width; d += lanes) {
+        floats acc[n_rows];
+        for (int r = 0; r < n_rows; r++) {
+            acc[r] = load(out + r * s.width + d);
+        }
+        for (int64_t i = 0; i < n; i++) {
+            const floats value = load(values + i * s.width + d);
+            for (int r = 0; r < n_rows; r++) {
+                acc[r] += scores[r * tile + i] * value;
+            }
+        }
+        for (int r = 0; r < n_rows; r++) {
+            store(out + r * s.width + d, acc[r]);
+        }
+    }
+}
+
+void gather_all(const shape & s, const head_state & h, int64_t n_rows, const float * values, int64_t n) {
+    int64_t r = 0;
+    for (; r + 4 <= n_rows; r += 4) {
+        gather<4>(s, h.scores + r * tile, values, n, h.out + r * s.width);
+    }
+    for (; r < n_rows; r++) {
+        gather<1>(s, h.scores + r * tile, values, n, h.out + r * s.width);
+    }
+}
+
+// Positions [t0, t0 + n_tokens) of KV heads [head0, head1): one walk along the cache, in the order in which it lies.
+void attend(const shape & s, ggml_tensor * dst, int64_t t0, int64_t n_tokens, int64_t head0, int64_t head1,
+            float * scratch) {
+    const ggml_tensor * q         = dst->src[0];
+    const ggml_tensor * k         = dst->src[1];
+    const ggml_tensor * v         = dst->src[2];
+    const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data) + t0;
+    const int64_t       n_rows    = n_tokens * s.n_repeat;
+    const float         scale     = 1.0f / std::sqrt(float(s.head_dim));
+    float *             rows      = scratch + s.n_head_kv * s.per_head();
+
+    if (s.width != s.head_dim) {
+        std::fill_n(rows, tile * s.width, 0.0f);
+    }
+    for (int64_t head = head0; head < head1; head++) {
+        const head_state h = state_at(s, scratch, head);
+        std::fill_n(h.q, 2 * s.rows() * s.width, 0.0f);
+        std::fill_n(h.most, s.rows(), -INFINITY);
+        std::fill_n(h.total, s.rows(), 0.0f);
+        for (int64_t r = 0; r < n_rows; r++) {
+            const int64_t t  = t0 + r / s.n_repeat;
+            const int64_t qh = head * s.n_repeat + r % s.n_repeat;
+            const float * from =
+                reinterpret_cast<const float *>(static_cast<const char *>(q->data) + t * q->nb[2] + qh * q->nb[1]);
+            for (int64_t d = 0; d < s.head_dim; d++) {
+                h.q[r * s.width + d] = from[d] * scale;
+            }
+        }
+    }
+
+    const int64_t n_kv = positions[n_tokens - 1] + 1;
+    for (int64_t slot = 0; slot < n_kv; slot += tile) {
+        const int64_t n = std::min(tile, n_kv - slot);
+        for (int64_t head = head0; head < head1; head++) {
+            const head_state h = state_at(s, scratch, head);
+            convert_rows(s, k, head, slot, n, rows);
+            score_all(s, h, n_rows, rows, n);
+            for (int64_t r = 0; r < n_rows; r++) {
+                const int64_t n_seen = positions[r / s.n_repeat] + 1 - slot;
+                soften(s, h, r, std::clamp<int64_t>(n_seen, 0, n));
+            }
+            convert_rows(s, v, head, slot, n, rows);
+            gather_all(s, h, n_rows, rows, n);
+        }
+    }
+
+    float * out = static_cast<float *>(dst->data) + t0 * s.n_head * s.head_dim;
+    for (int64_t head = head0; head < head1; head++) {
+        const head_state h = state_at(s, scratch, head);
+        for (int64_t r = 0; r < n_rows; r++) {
+            const int64_t qh = head * s.n_repeat + r % s.n_repeat;
+            float *       to = out + ((r / s.n_repeat) * s.n_head + qh) * s.head_dim;
+            for (int64_t d = 0; d < s.head_dim; d++) {
+                to[d] = h.out[r * s.width + d] / h.total[r];
+            }
+        }
+    }
+}
+
+// One thread's part: a run of (block of positions, KV head) pairs.
+void run(ggml_tensor * dst, int ith, int nth, void *) {
+    const shape   s        = shape_of(dst->src[0], dst->src[1]);
+    const int64_t n_blocks = (s.n_tokens + s.block_tokens - 1) / s.block_tokens;
+    const int64_t n_units  = n_blocks * s.n_head_kv;
+    const int64_t begin    = n_units * ith / nth;
+    const int64_t end      = n_units * (ith + 1) / nth;
+    float *       scratch  = static_cast<float *>(dst->data) + s.n_head * s.head_dim * s.n_tokens + ith * s.scratch();
+
+    for (int64_t unit = begin; unit < end;) {
+        const int64_t block = unit / s.n_head_kv;
+        const int64_t next  = std::min(end, (block + 1) * s.n_head_kv);
+        const int64_t t0    = block * s.block_tokens;
+        const int64_t n     = std::min(s.block_tokens, s.n_tokens - t0);
+        attend(s, dst, t0, n, unit % s.n_head_kv, next - block * s.n_head_kv, scratch);
+        unit = next;
+    }
+}
+
+}  // namespace
+
+ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+                            ggml_tensor * positions, int n_threads) {
+    const shape   s      = shape_of(q, k);
+    const int64_t n_out  = s.n_head * s.head_dim * s.n_tokens;
+    ggml_tensor * args[] = { q, k, v, positions };
+
+    // Each thread's scratch lies behind the result: memory that the graph's allocator plans like any other.
+    ggml_tensor * all =
+        ggml_custom_4d(ctx, GGML_TYPE_F32, n_out + n_threads * s.scratch(), 1, 1, 1, args, 4, run, n_threads, nullptr);
+    return ggml_view_2d(ctx, all, s.n_head * s.head_dim, s.n_tokens, size_t(s.n_head * s.head_dim) * sizeof(float), 0);
+}
+
+}  // namespace slowar

@@ -1,0 +1,24 @@
+// Attention of a few positions over a KV cache, on the CPU, as one node of a graph.
+//
+// ggml's flash attention sums the values of an F16 cache in F16 and converts every cached row once for each query head
+// that reads it. Here a row is converted once for all the heads that share it and everything is summed in float32. How
+// far the cache is filled is read from the positions when the node runs, so one graph serves every position and a step
+// costs what is used.
+#pragma once
+
+#include "ggml.h"
+
+namespace slowar {
+
+// Below this many positions the node is the faster one and the only one that does not depend on how a prompt is cut;
+// from here on ggml's tiled kernel (GGML_FA_TILE_Q rows at a time) takes over, which also sums in float32.
+constexpr int cpu_attention_limit = 64;
+
+// q          F32 [head_dim, n_head, n_tokens]
+// k, v       a layer's cache, any type with rows ggml can convert: [head_dim*n_head_kv, n_slots]
+// positions  I32 [n_tokens], ascending by one; position p sees slots 0 .. p
+// result     F32 [head_dim*n_head, n_tokens]
+ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+                            ggml_tensor * positions, int n_threads);
+
+}  // namespace slowar

@@ -1,0 +1,332 @@
+"""``slowar bench``: how fast a model is here, and how near to what the memory allows.
+
+Every figure of a run comes from that run: the memory's read bandwidth is measured beside the steps,
+configurations take turns step by step so that a slow moment hits all of them, and medians are of
+``repeats`` steps. A step is compared with its floor: the bytes of weights and cache that it must
+read, divided by that bandwidth.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from . import _native, device
+from .model import Model
+from .session import Logits, Session
+
+REAL_TIME = 44100 / 2048
+"""Steps a second that real time needs: S2 Pro's frames (44 100 Hz, 2 048 samples each)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. Every combination of attention, logits and repack is one configuration."""
+
+    model: Path
+    attention: Sequence[str] = ("reference", "flash")
+    logits: Sequence[Logits] = ("semantic",)
+    repack: Sequence[bool] = (False,)
+    past: Sequence[int] = (128, 640)
+    prefill: Sequence[int] = (128, 512)
+    n_threads: int = field(default_factory=device.default_threads)
+    repeats: int = 7
+    contended: bool = False
+
+
+@dataclass(frozen=True)
+class Configuration:
+    attention: str
+    logits: Logits
+    repack: bool
+
+    def __str__(self) -> str:
+        return f"{self.attention}, {self.logits}{', repack' if self.repack else ''}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One configuration at one position. ``floor_share`` is floor / median, at best 1."""
+
+    configuration: Configuration
+    past: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    floor_share: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """``n_tokens`` positions behind ``past``, in the configuration's own chunks."""
+
+    configuration: Configuration
+    past: int
+    n_tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Opening:
+    repack: bool
+    milliseconds: float
+    rss_mib: float
+
+
+@dataclass(frozen=True)
+class Report:
+    machine: dict[str, Any]
+    openings: list[Opening]
+    compute_mib: dict[str, float]
+    prefills: list[Prefill]
+    steps: list[Step]
+    contended: list[Step]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_bandwidth(n_threads: int) -> float:
+    """Bytes a second that ``n_threads`` threads read from memory together."""
+    out = _native.ffi.new("double *")
+    _native.call(_native.lib.slowar_read_bandwidth, n_threads, out)
+    return float(out[0])
+
+
+def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
+    """Measure what the plan asks for. ``say`` is told what happens."""
+    say("measuring memory bandwidth")
+    bandwidth = read_bandwidth(plan.n_threads)
+    openings = []
+    with ExitStack() as stack:
+        models = {}
+        for repack in plan.repack:
+            say(f"opening {plan.model}{' with repack' if repack else ''}")
+            models[repack], opening = _open(plan.model, repack)
+            stack.enter_context(models[repack])
+            openings.append(opening)
+
+        length = max([*plan.past, *plan.prefill]) + max(plan.prefill) + 1
+        sessions = {}
+        for attention, logits, repack in itertools.product(
+            plan.attention, plan.logits, plan.repack
+        ):
+            session = models[repack].session(
+                length, n_threads=plan.n_threads, attention=attention, logits=logits
+            )
+            sessions[Configuration(attention, logits, repack)] = stack.enter_context(session)
+
+        tokens = random_tokens(next(iter(models.values())), length)
+        prefills = _measure_prefills(plan, sessions, tokens, say)
+        steps = _measure_steps(plan, sessions, tokens, bandwidth, say)
+        contended = []
+        if plan.contended:
+            with busy_neighbour():
+                contended = _measure_steps(plan, sessions, tokens, bandwidth, say)
+        # A second look: a machine that is not quiet shows here.
+        after = read_bandwidth(plan.n_threads)
+        compute = {str(c): s.compute_nbytes / 2**20 for c, s in sessions.items()}
+    machine = {
+        "cpu": next(d for d in device.devices() if d.type == "cpu").description,
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "threads": plan.n_threads,
+        "build": _native.text(_native.lib.slowar_build_info()),
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "bandwidth_after_gb_per_s": after / 1e9,
+        "load_before": os.getloadavg()[0],
+        "model": plan.model.name,
+    }
+    return Report(machine, openings, compute, prefills, steps, contended)
+
+
+def random_tokens(model: Model, n: int) -> npt.NDArray[np.int32]:
+    """(1 + n_codebook, n) semantic positions: the dearest kind, each looks up every codebook."""
+    c = model.config
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, c.codebook_size, (1 + c.n_codebook, n), dtype=np.int32)
+    tokens[0] = rng.integers(c.semantic_begin_id, c.semantic_end_id + 1, n)
+    return tokens
+
+
+def step_bytes(model: Model, logits: Logits, past: int) -> int:
+    """What one step must read: layer weights, the rows of the head asked for, the cache."""
+    c = model.config
+    tensors = {t.name: t for t in model.tensors()}
+    layers = sum(t.nbytes for name, t in tensors.items() if name.startswith("layers."))
+    head = tensors["embeddings.weight" if c.tie_word_embeddings else "output.weight"]
+    rows = {"full": c.n_vocab, "semantic": c.semantic_end_id - c.semantic_begin_id + 1, "none": 0}
+    cache = 2 * 2 * c.n_layer * c.n_head_kv * c.head_dim * (past + 1)  # K and V, F16
+    return layers + head.nbytes * rows[logits] // c.n_vocab + cache
+
+
+def _open(path: Path, repack: bool) -> tuple[Model, Opening]:
+    process = psutil.Process()
+    start = time.perf_counter()
+    model = Model(path, backend="cpu", repack=repack)
+    milliseconds = (time.perf_counter() - start) * 1e3
+    return model, Opening(repack, milliseconds, process.memory_info().rss / 2**20)
+
+
+Sessions = dict[Configuration, Session]
+
+
+def _measure_prefills(
+    plan: Plan, sessions: Sessions, tokens: npt.NDArray[np.int32], say: Callable[[str], None]
+) -> list[Prefill]:
+    """Each length behind nothing, and the longest again behind the shortest."""
+    cases = [(0, n) for n in plan.prefill]
+    if len(plan.prefill) > 1:
+        cases.append((min(plan.prefill), max(plan.prefill)))
+    out = []
+    for past, n in cases:
+        for configuration, session in sessions.items():
+            say(f"prefill {n} behind {past}: {configuration}")
+            _move_to(session, past, tokens)
+            start = time.perf_counter()
+            session.prefill(tokens[:, past : past + n])
+            out.append(Prefill(configuration, past, n, n / (time.perf_counter() - start)))
+    return out
+
+
+def _measure_steps(
+    plan: Plan,
+    sessions: Sessions,
+    tokens: npt.NDArray[np.int32],
+    bandwidth: float,
+    say: Callable[[str], None],
+) -> list[Step]:
+    out = []
+    for past in plan.past:
+        for session in sessions.values():
+            _move_to(session, past, tokens)
+        times: dict[Configuration, list[float]] = {c: [] for c in sessions}
+        for i in range(plan.repeats + 1):
+            say(f"step at {past}: {i} of {plan.repeats}")
+            for configuration, session in sessions.items():
+                session.rewind(past)
+                start = time.perf_counter()
+                session.step(tokens[:, past])
+                if i > 0:  # the first round warms up
+                    times[configuration].append((time.perf_counter() - start) * 1e3)
+        for configuration, ms in times.items():
+            read = step_bytes(sessions[configuration].model, configuration.logits, past)
+            floor = read / bandwidth * 1e3
+            median = statistics.median(ms)
+            out.append(Step(configuration, past, median, min(ms), max(ms), floor / median))
+    return out
+
+
+def _move_to(session: Session, past: int, tokens: npt.NDArray[np.int32]) -> None:
+    if session.n_past > past:
+        session.rewind(past)
+    if session.n_past < past:
+        session.prefill(tokens[:, session.n_past : past], logits="none")
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """Another process that keeps one CPU busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def markdown(report: Report) -> str:
+    """The report as tables, ratios against the reference of the same run where there is one."""
+    m = report.machine
+    lines = [
+        f"{m['model']} on {m['cpu']} ({m['cpus']} CPUs), {m['threads']} threads, {m['build']}.",
+        f"Memory reads at {m['bandwidth_gb_per_s']:.1f} GB/s "
+        f"({m['bandwidth_after_gb_per_s']:.1f} at the end of the run).",
+        "These are Slow-AR figures, not a real-time factor: the Fast-AR and the codec come on top. "
+        f"Real time needs {REAL_TIME:.2f} steps a second.",
+        "",
+        "| step | past | median ms | lowest - highest | steps/s | of the floor | of reference |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(_step_row(s, report.steps) for s in report.steps),
+    ]
+    if report.contended:
+        lines += [
+            "",
+            "With a busy process on one CPU:",
+            "",
+            "| step | past | median ms | lowest - highest | of the quiet step |",
+            "| --- | --- | --- | --- | --- |",
+            *(_contended_row(s, report.steps) for s in report.contended),
+        ]
+    lines += [
+        "",
+        "| prefill | behind | positions | tok/s | of the reference |",
+        "| --- | --- | --- | --- | --- |",
+        *(_prefill_row(p, report.prefills) for p in report.prefills),
+        "",
+        "| opening | ms | RSS MiB |",
+        "| --- | --- | --- |",
+        *(
+            f"| {'repack' if o.repack else 'mapped'} | {o.milliseconds:.0f} | {o.rss_mib:.0f} |"
+            for o in report.openings
+        ),
+        "",
+        "Compute buffers: " + "; ".join(f"{c} {n:.1f} MiB" for c, n in report.compute_mib.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _step_row(s: Step, all_steps: list[Step]) -> str:
+    base = _reference(s, all_steps)
+    ratio = f"{s.median_ms / base.median_ms:.2f} x" if base else ""
+    return (
+        f"| {s.configuration} | {s.past} | {s.median_ms:.1f} | {s.low_ms:.1f} - {s.high_ms:.1f} "
+        f"| {1e3 / s.median_ms:.1f} | {s.floor_share:.2f} | {ratio} |"
+    )
+
+
+def _contended_row(s: Step, quiet: list[Step]) -> str:
+    base = next(q for q in quiet if (q.configuration, q.past) == (s.configuration, s.past))
+    return (
+        f"| {s.configuration} | {s.past} | {s.median_ms:.1f} | {s.low_ms:.1f} - {s.high_ms:.1f} "
+        f"| {s.median_ms / base.median_ms:.2f} x |"
+    )
+
+
+def _prefill_row(p: Prefill, all_prefills: list[Prefill]) -> str:
+    base = next(
+        (
+            q
+            for q in all_prefills
+            if (q.past, q.n_tokens) == (p.past, p.n_tokens)
+            and q.configuration == _plain(p.configuration)
+        ),
+        None,
+    )
+    ratio = f"{p.tokens_per_second / base.tokens_per_second:.2f} x" if base else ""
+    return f"| {p.configuration} | {p.past} | {p.n_tokens} | {p.tokens_per_second:.1f} | {ratio} |"
+
+
+def _reference(s: Step, all_steps: list[Step]) -> Step | None:
+    plain = _plain(s.configuration)
+    return next((t for t in all_steps if t.past == s.past and t.configuration == plain), None)
+
+
+def _plain(c: Configuration) -> Configuration:
+    """What a configuration is measured against: the reference graph on mapped weights."""
+    return Configuration("reference", c.logits, repack=False)
