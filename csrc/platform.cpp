@@ -57,10 +57,13 @@ mapped_file::~mapped_file() {
     ::close(fd_);
 }
 
+// A longer read keeps this CPU from every other thread of the process for as long as it takes.
+static const size_t read_bytes = size_t(4) << 20;
+
 void mapped_file::read(size_t offset, void * out, size_t n) const {
     auto * at = static_cast<uint8_t *>(out);
     while (n > 0) {
-        const ssize_t got = ::pread(fd_, at, std::min(n, size_t(1) << 30), off_t(offset));
+        const ssize_t got = ::pread(fd_, at, std::min(n, read_bytes), off_t(offset));
         if (got < 0 && errno == EINTR) {
             continue;
         }

@@ -309,7 +309,7 @@ void session::set_inputs(const graph & g, const int32_t * tokens, int32_t n_toke
 void session::mark_traces(const graph & g) const {
     for (const std::string & name : trace_names) {
         ggml_tensor * t = ggml_graph_get_tensor(g.nodes, name.c_str());
-        if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t)) {
+        if (!t || t->op == GGML_OP_NONE || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t)) {
             fail(SLOWAR_ARGUMENT, "the graph has no contiguous f32 tensor named \"%s\"", name.c_str());
         }
         for (; t; t = t->view_src) {

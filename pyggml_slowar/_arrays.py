@@ -6,6 +6,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.ma as ma  # numpy's own import of it is lazy, and a fork could come in between
 import numpy.typing as npt
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def as_frame(frame: npt.ArrayLike, config: Config) -> Flat:
 
 
 def _integers(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
-    if np.ma.is_masked(tokens):
+    if ma.is_masked(tokens):
         raise ValueError("tokens have masked values: fill them first")
     array = np.asarray(tokens)
     if array.dtype.kind not in "iu":

@@ -130,8 +130,7 @@ class Handle:
         self._pointer = ffi.gc(pointer, close)
         self._noun = noun
         self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._user: int | None = None
+        self._lock: Any = threading.RLock()
 
     @property
     def closed(self) -> bool:
@@ -160,20 +159,16 @@ class Handle:
         return self._alone(checked)
 
     def _alone(self, body: Callable[[], T]) -> T:
-        me = threading.get_ident()
-        # The lock has the last word: an interrupt may have left a user behind.
-        if self._lock.locked() and self._user == me:
+        # A callback or a signal handler inside a call of this thread. threading.Condition asks the
+        # lock the same way; a note of our own could be out of date when a signal comes.
+        if self._lock._is_owned():
             raise errors.SessionStateError(
                 f"the {self._noun} is busy: it was called again from inside its own call"
             )
         # A bare `with` on the lock, in a plain function: between the parts of a context manager
         # written in Python, Ctrl-C could leave it taken.
         with self._lock:
-            try:
-                self._user = me
-                return body()
-            finally:
-                self._user = None
+            return body()
 
     def close(self) -> None:
         """Give the object back; twice is fine. In another process than its own: only forget it."""
