@@ -158,7 +158,7 @@ const char * slowar_build_info(void) {
 }
 
 int32_t slowar_log_take(char * out, int32_t size) {
-    return out && size > 0 ? log_take(out, size) : 0;
+    return out && size > 0 ? log_take(out, size) : int32_t(log_mark());
 }
 
 int32_t slowar_device_count(void) {

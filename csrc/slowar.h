@@ -60,7 +60,8 @@ int32_t slowar_abi(void);
 /* "ggml 0.25.3 (commit), backends: CPU" - static storage. */
 const char * slowar_build_info(void);
 
-/* Moves what ggml logged in this thread's calls (at most the last 8 KiB) to `out` and returns its length; 0: nothing. */
+/* Moves what ggml logged in this thread's calls (at most the last 8 KiB) to `out` and returns its length; 0: nothing.
+ * With out = NULL: only tells the length. */
 int32_t slowar_log_take(char * out, int32_t size);
 
 /* ---- devices ---------------------------------------------------------------------------------------------------- */

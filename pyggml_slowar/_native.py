@@ -107,10 +107,12 @@ def call(function: Callable[..., int], *args: Any, path: str | None = None) -> N
 
 def _pass_on_log() -> None:
     """Hand ggml's own words to ``logging``."""
+    if not lib.slowar_log_take(ffi.NULL, 0):
+        return
     buffer = ffi.new("char[]", _LOG_BYTES)
-    if lib.slowar_log_take(buffer, _LOG_BYTES):
-        for line in text(buffer).splitlines():
-            _log.info("%s", line)
+    lib.slowar_log_take(buffer, _LOG_BYTES)
+    for line in text(buffer).splitlines():
+        _log.info("%s", line)
 
 
 class Handle:

@@ -133,6 +133,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--n-gpu-layers", type=int, default=-1, help="layers on the GPU (default: all)"
     )
     parser.add_argument(
+        "--repack", action="store_true", help="rearrange layer matrices for the CPU"
+    )
+    parser.add_argument(
         "--no-mmap", action="store_true", help="read the weights instead of mapping"
     )
 

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from pyggml_slowar import Model, Output, Session, _arrays
 from pyggml_slowar.make_model import TINY
 
+pytestmark = pytest.mark.sanitize
+
 ROWS = 1 + TINY.n_codebook
 LAST_ID = TINY.n_vocab - 1  # 999
 LAST_CODE = TINY.codebook_size - 1  # 63

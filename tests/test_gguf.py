@@ -48,6 +48,8 @@ from gguf_edit import (
 import pyggml_slowar as slowar
 from pyggml_slowar.make_model import TINY, make_model
 
+pytestmark = pytest.mark.sanitize
+
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
 # No two lengths alike that a shape check could confuse, in 12 kB.

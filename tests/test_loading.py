@@ -29,6 +29,8 @@ import pyggml_slowar as slowar
 from pyggml_slowar._native import call, ffi, lib
 from pyggml_slowar.make_model import TINY, make_model, tensor_shapes
 
+pytestmark = pytest.mark.sanitize
+
 Floats = npt.NDArray[np.float32]
 
 I8 = TYPES["i8"][0]

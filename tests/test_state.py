@@ -34,6 +34,8 @@ from pyggml_slowar import (
 )
 from pyggml_slowar.make_model import TINY, make_model
 
+pytestmark = pytest.mark.sanitize
+
 START = 5
 CAPACITY = 32
 PAST = make_prompt(TINY, START, seed=1)
