@@ -14,7 +14,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# Random programs take 100 s there and call nothing that the others do not.
+# Random programs take 100 s there.
 SANITIZE_TESTS := tests -m sanitize --deselect tests/test_state.py::test_random_programs
 TYPED          := pyggml_slowar setup.py $(wildcard tests benchmarks examples)
 CSRC            = $(wildcard csrc/*.h csrc/*.cpp csrc/reference/*.h csrc/reference/*.cpp)

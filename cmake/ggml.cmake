@@ -138,7 +138,7 @@ else()
 endif()
 slowar_collect_licence("${SLOWAR_GGML_SOURCE}")
 
-# Defaults that measured best (DESIGN 6); -DGGML_… on the command line or in CMAKE_ARGS wins.
+# Defaults that measured best (docs/building.md); -DGGML_… on the command line or in CMAKE_ARGS wins.
 set(GGML_NATIVE    ON  CACHE BOOL "ggml: optimize the build for the current system")
 set(GGML_LLAMAFILE ON  CACHE BOOL "ggml: use LLAMAFILE")
 set(GGML_OPENMP    OFF CACHE BOOL "ggml: use OpenMP")

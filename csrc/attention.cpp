@@ -115,7 +115,7 @@ void convert_rows(const shape & s, const ggml_tensor * cache, int64_t head, int6
     }
 }
 
-// scores[r][i] = q[r] . keys[i] for four query rows at a time, so that a key is loaded once for all of them.
+// scores[r][i] = q[r] . keys[i]; a key is loaded once for n_rows query rows.
 template <int n_rows> void score(const shape & s, const float * q, const float * keys, int64_t n, float * scores) {
     for (int64_t i = 0; i < n; i++) {
         floats acc[n_rows] = {};
@@ -168,7 +168,7 @@ void soften(const shape & s, const head_state & h, int64_t r, int64_t n_seen) {
     h.total[r] += sum(total);
 }
 
-// out[r] += sum over i of scores[r][i] * values[i], for four query rows and two vectors at a time.
+// out[r] += sum over i of scores[r][i] * values[i]; a value is loaded once for n_rows query rows.
 template <int n_rows> void gather(const shape & s, const float * scores, const float * values, int64_t n, float * out) {
     for (int64_t d = 0; d < s.width; d += lanes) {
         floats acc[n_rows];

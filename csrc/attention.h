@@ -10,7 +10,7 @@
 
 namespace slowar {
 
-// Below this many positions the node is the faster one and the only one that does not depend on how a prompt is cut;
+// Below this many positions the node is the faster one and the only one that sums as a longer batch does;
 // from here on ggml's tiled kernel (GGML_FA_TILE_Q rows at a time) takes over, which also sums in float32.
 constexpr int cpu_attention_limit = 64;
 

@@ -135,9 +135,7 @@ void threadpool_deleter::operator()(ggml_threadpool * pool) const {
 }
 
 threadpool_ptr start_threads(int n_threads) {
-    if (!can_start_threads(n_threads - 1)) {
-        fail(SLOWAR_MEMORY, "the system does not allow %d more threads", n_threads - 1);
-    }
+    run_threads(n_threads - 1, [](int) {});  // ggml would abort where the system refuses one
     ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
     params.poll                   = poll_level;
     return threadpool_ptr(ggml_threadpool_new(&params));

@@ -3,7 +3,6 @@
 
 #include "slowar.h"
 
-#include <cstdarg>
 #include <stdexcept>
 #include <string>
 

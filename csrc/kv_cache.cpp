@@ -7,12 +7,15 @@ namespace slowar {
 
 kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len)
     : ctx_(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true })) {
+    const std::string what = text("a KV cache of %d positions", max_seq_len);
+    if (double(c.kv_size()) * max_seq_len * c.n_layer > 1e15) {  // sizes beyond this could overflow
+        fail(SLOWAR_MEMORY, "%s is larger than any memory", what.c_str());
+    }
     k_ = ggml_new_tensor_4d(ctx_.get(), type, c.head_dim, c.n_head_kv, max_seq_len, c.n_layer);
     v_ = ggml_dup_tensor(ctx_.get(), k_);
     ggml_set_name(k_, "cache_k");
     ggml_set_name(v_, "cache_v");
 
-    const std::string what = text("a KV cache of %d positions", max_seq_len);
     check_memory(device, n_bytes(), what.c_str());
     const size_t mark = log_mark();
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), ggml_backend_dev_buffer_type(device)));

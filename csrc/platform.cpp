@@ -6,9 +6,9 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -113,37 +113,47 @@ uint64_t available_memory() {
         const uint64_t used  = number_in("/sys/fs/cgroup/memory.current", "");
         const uint64_t cache = number_in("/sys/fs/cgroup/memory.stat", "file");
         const uint64_t held  = used > cache ? used - cache : 0;
-        free                 = std::min(free, limit > held ? limit - held : 0);
+        free = std::min(free, limit > held ? limit - held : uint64_t(1));  // 0 would mean that nobody knows
     }
     return free;
 }
 
 bool can_allocate(size_t n) {
-    void * const at = std::malloc(n);
+    void * volatile at = std::malloc(n);  // volatile: a pair that nobody looks at may be left out
+    const bool had     = at != nullptr;
     std::free(at);
-    return at != nullptr;
+    return had;
 }
 
-bool can_start_threads(int n) {
+void run_threads(int n, const std::function<void(int)> & body) {
     std::vector<std::thread> started;
     std::mutex               gate;
     bool                     all = true;
     {
-        // Held until all are up, so that they exist at the same time.
+        // Held until all are up, so that they run at the same time or not at all.
         const std::lock_guard<std::mutex> hold(gate);
         try {
             started.reserve(size_t(n));
             for (int i = 0; i < n; i++) {
-                started.emplace_back([&gate] { const std::lock_guard<std::mutex> wait(gate); });
+                started.emplace_back([&, i] {
+                    {
+                        const std::lock_guard<std::mutex> wait(gate);
+                    }
+                    if (all) {
+                        body(i);
+                    }
+                });
             }
-        } catch (const std::system_error &) {
+        } catch (const std::exception &) {
             all = false;
         }
     }
     for (std::thread & t : started) {
         t.join();
     }
-    return all;
+    if (!all) {
+        fail(SLOWAR_MEMORY, "the system does not allow %d more threads", n);
+    }
 }
 
 void at_fork(void (*before)(), void (*after)()) {

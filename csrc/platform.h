@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace slowar {
@@ -39,8 +40,8 @@ uint64_t available_memory();
 // Whether n bytes of host memory can be had now (ggml does not look at what malloc returns).
 bool can_allocate(size_t n);
 
-// Whether n more threads can be started now (ggml would abort where it cannot).
-bool can_start_threads(int n);
+// Runs body(0) ... body(n - 1) in n threads at once. Throws SLOWAR_MEMORY when the system does not allow that many.
+void run_threads(int n, const std::function<void(int)> & body);
 
 int64_t process_id();
 

@@ -11,7 +11,7 @@
 
 namespace slowar {
 
-// The documented size; the largest model that config.cpp lets through needs about half.
+// The documented size, once for steps and once for batches; the largest model that config.cpp lets through needs half.
 static const size_t context_bytes = 10 * 1024 * 1024;
 
 // A cache is looked at in blocks of this many slots where a graph depends on it, so that it serves as many steps.
@@ -31,8 +31,8 @@ static void check_scheduler_memory(size_t max_nodes) {
     }
 }
 
-planned_graph::planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes)
-    : buffer_(new uint8_t[context_bytes]), backends_(std::move(backends)), max_nodes_(max_nodes) {}
+planned_graph::planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes, uint8_t * buffer)
+    : buffer_(buffer), backends_(std::move(backends)), max_nodes_(max_nodes) {}
 
 const graph & planned_graph::build(const graph_context & with, const graph_shape & shape) {
     if (!sched_) {
@@ -42,7 +42,7 @@ const graph & planned_graph::build(const graph_context & with, const graph_shape
     }
     drop();
     context_.reset();
-    context_.reset(ggml_init({ context_bytes, buffer_.get(), /*no_alloc =*/true }));
+    context_.reset(ggml_init({ context_bytes, buffer_, /*no_alloc =*/true }));
     graph_ = build_graph(context_.get(), with, shape);
     shape_ = shape;
     return graph_;
@@ -101,11 +101,10 @@ session::session(std::shared_ptr<const weights> w, const slowar_session_params &
     : w_(std::move(w)), n_threads_(params.n_threads), n_batch_(params.n_batch), asked_(params.attention),
       kv_type_(type_named(params.kv_type)), extra_ids_(params.extra_ids, params.extra_ids + params.n_extra_ids),
       threads_(start_threads(n_threads_)), gpu_(w_->info.n_gpu_layers > 0 ? open_backend(w_->device) : nullptr),
-      cpu_(open_backend(cpu_device())) {
+      cpu_(open_backend(cpu_device())), step_buffer_(new uint8_t[context_bytes]),
+      batch_buffer_(new uint8_t[context_bytes]) {
     use_threads(cpu_.get(), threads_.get(), n_threads_);
 }
-
-session::~session() = default;
 
 const kv_cache & session::need_cache() const {
     if (!cache_) {
@@ -189,8 +188,8 @@ void session::plan_graphs() {
         backends.push_back(gpu_.get());
     }
     backends.push_back(cpu_.get());
-    step_.emplace(backends, max_nodes());
-    batch_.emplace(backends, max_nodes());
+    step_.emplace(backends, max_nodes(), step_buffer_.get());
+    batch_.emplace(backends, max_nodes(), batch_buffer_.get());
 }
 
 // Asks the device about every node that it would be given.

@@ -21,7 +21,8 @@ struct trace {
 // A graph with memory: its metadata, its scheduler, and the shape it was built for.
 class planned_graph {
   public:
-    planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes);
+    // `buffer` holds every graph's metadata, one at a time: context_bytes of it, kept by the session.
+    planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes, uint8_t * buffer);
 
     // Forgets the graph there was and builds another in the same memory, without giving it compute memory.
     const graph & build(const graph_context & with, const graph_shape & shape);
@@ -51,7 +52,7 @@ class planned_graph {
   private:
     [[noreturn]] void no_memory(size_t log_mark);
 
-    std::unique_ptr<uint8_t[]>  buffer_;  // every graph's metadata, one at a time
+    uint8_t *                   buffer_;
     std::vector<ggml_backend_t> backends_;
     size_t                      max_nodes_;
     ggml_context_ptr            context_;
@@ -64,7 +65,6 @@ class planned_graph {
 class session {
   public:
     session(std::shared_ptr<const weights> w, const slowar_session_params & params);
-    ~session();
 
     void init_kv_cache(int32_t max_seq_len);
     void clear_kv_cache();
@@ -107,6 +107,8 @@ class session {
     threadpool_ptr                 threads_;
     ggml_backend_ptr               gpu_;  // none when nothing is offloaded
     ggml_backend_ptr               cpu_;
+    std::unique_ptr<uint8_t[]>     step_buffer_;
+    std::unique_ptr<uint8_t[]>     batch_buffer_;
     std::optional<kv_cache>        cache_;
     std::optional<planned_graph>   step_;   // of one position: kept from step to step
     std::optional<planned_graph>   batch_;  // of any other number

@@ -1,6 +1,7 @@
 // The wall: every extern "C" function checks its arguments, calls one thing, and turns exceptions into a status.
 #include "slowar.h"
 
+#include "bandwidth.h"
 #include "device.h"
 #include "error.h"
 #include "platform.h"
@@ -11,7 +12,6 @@
 #include <cinttypes>
 #include <cstring>
 #include <iterator>
-#include <mutex>
 
 using namespace slowar;
 
@@ -95,10 +95,14 @@ void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens) {
 // What keys and values may be stored as.
 constexpr const char * kv_types[] = { "f16", "bf16", "f32", "q8_0" };
 
-void check_params(const config & c, const slowar_session_params & p) {
-    if (p.n_threads < 1 || p.n_threads > max_threads) {
-        fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", p.n_threads, max_threads);
+void check_threads(int32_t n_threads) {
+    if (n_threads < 1 || n_threads > max_threads) {
+        fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", n_threads, max_threads);
     }
+}
+
+void check_params(const config & c, const slowar_session_params & p) {
+    check_threads(p.n_threads);
     if (p.attention < SLOWAR_ATTENTION_AUTO || p.attention > SLOWAR_ATTENTION_GGML) {
         fail(SLOWAR_ARGUMENT, "attention is %d, expected %d to %d", int(p.attention), int(SLOWAR_ATTENTION_AUTO),
              int(SLOWAR_ATTENTION_GGML));
@@ -129,13 +133,15 @@ void check_params(const config & c, const slowar_session_params & p) {
 }
 
 output output_for(slowar_logits which, const float * hidden, const float * logits) {
+    if (which < SLOWAR_LOGITS_NONE || which > SLOWAR_LOGITS_FULL) {
+        fail(SLOWAR_ARGUMENT, "which is %d, expected %d to %d", int(which), int(SLOWAR_LOGITS_NONE),
+             int(SLOWAR_LOGITS_FULL));
+    }
     switch (logits ? which : SLOWAR_LOGITS_NONE) {
         case SLOWAR_LOGITS_FULL:     return output::full;
         case SLOWAR_LOGITS_SEMANTIC: return output::semantic;
-        case SLOWAR_LOGITS_NONE:     return hidden ? output::hidden : output::nothing;
+        default:                     return hidden ? output::hidden : output::nothing;
     }
-    fail(SLOWAR_ARGUMENT, "which is %d, expected %d to %d", int(which), int(SLOWAR_LOGITS_NONE),
-         int(SLOWAR_LOGITS_FULL));
 }
 
 }  // namespace
@@ -145,15 +151,18 @@ int32_t slowar_abi(void) {
 }
 
 const char * slowar_build_info(void) {
-    static std::string    info;
-    static std::once_flag once;
-    std::call_once(once, [] {
-        setup();
-        info = text("ggml %s (%s), backends:", ggml_version(), ggml_commit());
-        for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
-            info += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
-        }
-    });
+    static const std::string info = [] {
+        std::string words = "unknown";
+        guard(nullptr, [&] {
+            setup();
+            std::string known = text("ggml %s (%s), backends:", ggml_version(), ggml_commit());
+            for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
+                known += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
+            }
+            words = std::move(known);
+        });
+        return words;
+    }();
     return info.c_str();
 }
 
@@ -162,8 +171,12 @@ int32_t slowar_log_take(char * out, int32_t size) {
 }
 
 int32_t slowar_device_count(void) {
-    setup();
-    return int32_t(ggml_backend_dev_count());
+    int32_t n = 0;
+    guard(nullptr, [&] {
+        setup();
+        n = int32_t(ggml_backend_dev_count());
+    });
+    return n;
 }
 
 slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * err) {
@@ -308,6 +321,14 @@ slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_
         if (data) {
             std::copy(t.values.begin(), t.values.end(), data);
         }
+    });
+}
+
+slowar_status slowar_read_bandwidth(int32_t n_threads, double * bytes_per_second, slowar_error * err) {
+    return guard(err, [&] {
+        need(bytes_per_second, "bytes_per_second");
+        check_threads(n_threads);
+        *bytes_per_second = read_bandwidth(n_threads);
     });
 }
 

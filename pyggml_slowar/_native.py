@@ -25,7 +25,7 @@ ABI = 2
 """The ``slowar_abi`` this package was written against."""
 
 _HERE = Path(__file__).parent
-_LIBRARY = {"darwin": "libslowar.dylib", "win32": "slowar.dll"}.get(sys.platform, "libslowar.so")
+_LIBRARY = "libslowar.dylib" if sys.platform == "darwin" else "libslowar.so"
 _LOG_BYTES = 8192
 
 _log = logging.getLogger("pyggml_slowar")
@@ -72,12 +72,19 @@ lib = _load()
 # taken for ever: here no other thread is at it yet.
 for _name in dir(lib):
     getattr(lib, _name)
-for _type in re.findall(r"^} (slowar_\w+);", _declarations(), re.MULTILINE):
-    ffi.typeof(f"{_type} *")
-    ffi.typeof(f"{_type}[]")
-for _type in ("slowar_model **", "slowar_session **", "char[]", "double *", "float[]", "int32_t *"):
-    ffi.typeof(_type)
-for _type in ("int32_t[]", "int64_t[4]"):
+for _struct in re.findall(r"^} (slowar_\w+);", _declarations(), re.MULTILINE):
+    ffi.typeof(f"{_struct} *")
+    ffi.typeof(f"{_struct}[]")
+for _type in (
+    "slowar_model **",
+    "slowar_session **",
+    "char[]",
+    "double *",
+    "float[]",
+    "int32_t *",
+    "int32_t[]",
+    "int64_t[4]",
+):
     ffi.typeof(_type)
 
 

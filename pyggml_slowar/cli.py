@@ -102,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--repack", choices=("off", "on", "both"), default="off")
     measure.add_argument("--past", type=_numbers, default="128,640", metavar="N,M")
     measure.add_argument("--prefill", type=_numbers, default="128,512", metavar="N,M")
-    measure.add_argument("--repeats", type=int, default=7, help="steps timed (default: 7)")
-    measure.add_argument("--threads", type=int, help="CPU threads (default: what pays here)")
+    measure.add_argument("--repeats", type=_positive, default=7, help="steps timed (default: 7)")
+    measure.add_argument("--threads", type=_positive, help="CPU threads (default: what pays here)")
     measure.add_argument("--contended", action="store_true", help="again, beside a busy process")
     measure.add_argument("--json", action="store_true", help="machine-readable")
     measure.set_defaults(run=_bench)
@@ -114,11 +114,14 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(word) for word in text.split(","))
-    if any(n < 1 for n in numbers):
-        raise argparse.ArgumentTypeError("numbers above 0, with commas between")
-    return numbers
+    return tuple(_positive(word) for word in text.split(","))
 
 
 def _build() -> str:

@@ -82,7 +82,8 @@ class Model:
     device
         Which device of that backend.
     n_gpu_layers
-        How many layers, from the first on, go to the GPU; -1: all. The embedding tables, the final
+        How many layers, from the first on, go to the GPU; -1: all. Any layer there puts the
+        whole KV cache there. The embedding tables, the final
         norm and the head follow when all layers are there and the device can look rows up in them.
         Ignored on the CPU.
     mmap
@@ -105,8 +106,10 @@ class Model:
     DeviceMemoryError
         The weights do not fit.
 
-    Notes ----- The weights stay in memory until the model and every session on it are closed; the
-    order does not matter.
+    Notes
+    -----
+    The weights stay in memory until the model and every session on it are closed; the order does
+    not matter.
     """
 
     def __init__(
@@ -179,8 +182,8 @@ class Model:
         n_threads
             CPU threads of an evaluation, 1 to 512; None: ``default_threads()``.
         attention
-            ``"flash"`` stores keys and values first and reads them in place: fast, and results do
-            not depend on how a prompt is cut. ``"reference"`` is the documented graph. ``"ggml"``
+            ``"flash"`` stores keys and values first and reads them in place: fast, and how a prompt
+            is cut shows only in rounding (about 2e-5). ``"reference"`` is the documented graph. ``"ggml"``
             is flash by ggml's own kernel everywhere. ``"auto"``: flash where the device has
             every operation it needs, else reference; ``Session.attention`` says which.
         kv_type

@@ -91,8 +91,8 @@ class Session:
         An open model.
     max_seq_len
         Positions the KV cache holds; None: ``init_kv_cache`` later.
-    n_threads
-        CPU threads of an evaluation; None: ``default_threads()``.
+    n_threads, attention, kv_type, logits, extra_ids
+        As ``Model.session`` has them, which also says what is raised.
     """
 
     def __init__(
@@ -113,12 +113,11 @@ class Session:
         self.model = model
         self._config = c
         self._logits = _one_of("logits", logits, _LOGITS)
+        semantic = np.arange(c.semantic_begin_id, c.semantic_end_id + 1)
         self._ids = {
-            _LOGITS["none"]: _read_only([]),
-            _LOGITS["semantic"]: _read_only(
-                [*range(c.semantic_begin_id, c.semantic_end_id + 1), *extra]
-            ),
-            _LOGITS["full"]: _read_only(range(c.n_vocab)),
+            _LOGITS["none"]: _read_only(np.empty(0)),
+            _LOGITS["semantic"]: _read_only(np.concatenate([semantic, extra])),
+            _LOGITS["full"]: _read_only(np.arange(c.n_vocab)),
         }
 
         params = ffi.new("slowar_session_params *")
@@ -141,7 +140,9 @@ class Session:
     # ---- the cache
 
     def init_kv_cache(self, max_seq_len: int) -> None:
-        """Allocate a zeroed KV cache, and the compute memory of a step at its end; position 0.
+        """Allocate a zeroed KV cache, and compute memory for its far end; position 0.
+
+        The memory is that of a step and, with flash attention, of 512 positions.
 
         An earlier cache is given back first.
 
@@ -461,8 +462,8 @@ def _c_string(name: str, value: str) -> bytes:
     return value.encode()
 
 
-def _read_only(ids: Iterable[int]) -> npt.NDArray[np.int32]:
-    array = np.fromiter(ids, np.int32)
+def _read_only(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    array = ids.astype(np.int32)
     array.flags.writeable = False
     return array
 

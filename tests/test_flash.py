@@ -92,13 +92,17 @@ def test_golden(name: str, bound: float) -> None:
                     assert relative_error(getattr(output, key), recorded) <= bound
 
 
+@pytest.mark.parametrize("attention", ["flash", "reference"])
 @pytest.mark.parametrize("kv_type", KV_BOUNDS)
-def test_kv_types(tiny: slowar.Model, kv_type: str) -> None:
+def test_kv_types(tiny: slowar.Model, kv_type: str, attention: str) -> None:
     tokens = random_tokens(TINY, 300, seed=2)
-    exact = tiny.session(300, attention="flash", kv_type="f32")
-    rounded = tiny.session(300, attention="flash", kv_type=kv_type)
+    exact = tiny.session(300, attention=attention, kv_type="f32")
+    rounded = tiny.session(300, attention=attention, kv_type=kv_type)
     assert rounded.nbytes < exact.nbytes
-    assert 0 < error(rounded.prefill(tokens), exact.prefill(tokens)) <= KV_BOUNDS[kv_type]
+    # In two halves: the reference rounds only what an earlier call has stored.
+    for part in (tokens[:, :200], tokens[:, 200:]):
+        found, expected = rounded.prefill(part), exact.prefill(part)
+    assert 0 < error(found, expected) <= KV_BOUNDS[kv_type]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64, 100])

@@ -22,7 +22,7 @@ from pyggml_slowar import (
     prefill_chunk,
 )
 
-# ---- SPEC 9: chunk = clamp(128 / n_gpu_layers, 8, 64)
+# ---- the documented chunk policy: chunk = clamp(128 / n_gpu_layers, 8, 64)
 
 
 @pytest.mark.parametrize("n_semantic", [0, 1, 2, 1000])

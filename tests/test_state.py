@@ -737,7 +737,7 @@ def test_one_position_at_a_time_is_a_series_of_steps(session: Session) -> None:
 def test_prefill_is_prefill_fast_on_the_cpu(session: Session, expected: dict[str, Output]) -> None:
     seen: list[tuple[int, int]] = []
     out = session.prefill(PROMPT, progress=lambda done, n: seen.append((done, n)))
-    assert seen == [(12, 12)]  # SPEC 9: one chunk
+    assert seen == [(12, 12)]  # the documented policy on the CPU: one chunk
     assert same_bits(out, expected["prefill"])
     calls: list[Callable[[], Output]] = [
         lambda: session.prefill_fast(PROMPT),
@@ -905,7 +905,7 @@ CONFIGS = {
 
 
 def _documented(c: Config, n_past: int) -> dict[str, int]:
-    """How often SPEC 4 to 6 need each operation that computes or moves values."""
+    """How often the documented graph needs each operation that computes or moves values."""
     gqa, past = c.n_head != c.n_head_kv, n_past > 0
     layer = {
         "RMS_NORM": 2 + 2 * c.attention_qk_norm,  # before attention and feed-forward; q and k
@@ -982,7 +982,7 @@ def test_the_documented_graph(variant: Model, n_tokens: int, n_past: int) -> Non
 
 
 def test_every_variant_evaluates(variant: Model) -> None:
-    """The identity of SPEC 6, and hidden on the documented side of the last norm."""
+    """The identity of the tied head, and hidden on the documented side of the last norm."""
     c = variant.config
     with variant.session(16, n_threads=1) as session:
         session.prefill(make_prompt(c, 5))
