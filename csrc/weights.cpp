@@ -62,6 +62,9 @@ void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::
 }
 
 bool weights::device_supports(use how, const file_tensor & t) const {
+    if (n_dims_of(t) > 2) {
+        return false;  // no matrix of ours; ggml would end the process over it before its shape is refused
+    }
     const ggml_context_ptr ctx = metadata_context(4);
     ggml_tensor *          w   = ggml_new_tensor(ctx.get(), t.type, GGML_MAX_DIMS, t.ne);
     ggml_tensor *          op  = nullptr;
