@@ -31,6 +31,14 @@ static void check_scheduler_memory(size_t max_nodes) {
     }
 }
 
+// The allocator's notes on a graph: well under 1 KiB a node, and again nobody looks whether they were had.
+static void check_plan_memory(ggml_cgraph * nodes) {
+    const size_t n_bytes = (size_t(2) << 20) + size_t(ggml_graph_n_nodes(nodes)) * 1024;
+    if (!can_allocate(n_bytes)) {
+        fail(SLOWAR_MEMORY, "no memory to plan a graph of %d nodes", ggml_graph_n_nodes(nodes));
+    }
+}
+
 planned_graph::planned_graph(std::vector<ggml_backend_t> backends, size_t max_nodes, uint8_t * buffer)
     : buffer_(buffer), backends_(std::move(backends)), max_nodes_(max_nodes) {}
 
@@ -49,6 +57,7 @@ const graph & planned_graph::build(const graph_context & with, const graph_shape
 }
 
 void planned_graph::reserve() {
+    check_plan_memory(graph_.nodes);
     const size_t mark = log_mark();
     if (!ggml_backend_sched_reserve(sched_.get(), graph_.nodes)) {
         no_memory(mark);
@@ -56,6 +65,7 @@ void planned_graph::reserve() {
 }
 
 void planned_graph::allocate() {
+    check_plan_memory(graph_.nodes);
     const size_t mark = log_mark();
     if (!ggml_backend_sched_alloc_graph(sched_.get(), graph_.nodes)) {
         no_memory(mark);
