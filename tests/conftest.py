@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ import pytest
 
 from pyggml_slowar import Config, Model, Output
 from pyggml_slowar.make_model import TINY, make_model
+
+# A shell that starts this in the background has SIGINT ignored, and Python then leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, and no database left behind in the checkout.
 hypothesis.settings.register_profile("here", deadline=None, database=None, derandomize=True)
