@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import cffi
@@ -20,6 +21,7 @@ import cffi
 from . import errors
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Closing")
 
 ABI = 2
 """The ``slowar_abi`` this package was written against."""
@@ -65,14 +67,15 @@ def _load() -> Any:
 
 
 ffi: Any = cffi.FFI()
-ffi.cdef(_declarations())
+_header = _declarations()
+ffi.cdef(_header)
 lib = _load()
 
 # cffi looks functions and types up once, under a lock that a child forked meanwhile would find
 # taken for ever: here no other thread is at it yet.
 for _name in dir(lib):
     getattr(lib, _name)
-for _struct in re.findall(r"^} (slowar_\w+);", _declarations(), re.MULTILINE):
+for _struct in re.findall(r"^} (slowar_\w+);", _header, re.MULTILINE):
     ffi.typeof(f"{_struct} *")
     ffi.typeof(f"{_struct}[]")
 for _type in (
@@ -190,3 +193,24 @@ class Handle:
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             ffi.release(pointer)
+
+
+class Closing:
+    """``with`` for an object that owns a handle: closed at the end of the block."""
+
+    _handle: Handle
+
+    def close(self) -> None:
+        """Give the object and its memory back; twice is fine."""
+        self._handle.close()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

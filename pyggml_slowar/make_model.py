@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ S2_PRO = Config(
 )
 """The released model's hyper-parameters."""
 
-TINY = Config(
+TINY = replace(
+    S2_PRO,
     n_ctx=2048,
     n_vocab=1000,
     n_embd=256,
@@ -49,17 +51,9 @@ TINY = Config(
     n_layer=3,
     n_head=4,
     n_head_kv=2,
-    head_dim=128,
-    n_codebook=10,
     codebook_size=64,
     semantic_begin_id=900,
     semantic_end_id=963,
-    rope_freq_base=1e6,
-    norm_rms_eps=1e-6,
-    attention_qk_norm=True,
-    scale_codebook_embeddings=True,
-    tie_word_embeddings=True,
-    norm_fastlayer_input=True,
 )
 """Small enough for a test, with the traits that are easy to get wrong: head size 128 where n_embd /
 n_head is 64, two query heads to a KV head, rows that every ggml type can hold."""

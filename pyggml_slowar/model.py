@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from . import device as _device
 from ._arrays import as_int
-from ._native import Handle, call, ffi, lib, text
+from ._native import Closing, Handle, call, ffi, lib, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +67,7 @@ class TensorInfo:
 _PLACES = ("mapped", "host", "repacked", "device")
 
 
-class Model:
+class Model(Closing):
     """A Slow-AR model opened from a GGUF file.
 
     Parameters
@@ -228,17 +227,6 @@ class Model:
         Open sessions keep its weights until they are closed.
         """
         self._handle.close()
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from . import errors
 from ._arrays import Flat, as_frame, as_int, as_prompt
-from ._native import Handle, call, ffi, lib, text
+from ._native import Closing, Handle, call, ffi, lib, text
 from .device import default_threads
 from .model import Model
 
@@ -79,7 +78,7 @@ def prefill_chunk(n_semantic: int, *, n_gpu_layers: int, single_token_semantic: 
     return min(max(128 // n_gpu_layers, 8), 64)
 
 
-class Session:
+class Session(Closing):
     """One sequence on a model.
 
     A call that fails, by whatever cause, leaves the position and every later result as if it had
@@ -426,21 +425,6 @@ class Session:
 
     def _refresh(self, pointer: Any) -> None:
         call(lib.slowar_session_get_state, pointer, self._state)
-
-    def close(self) -> None:
-        """Give the session and its memory back; twice is fine."""
-        self._handle.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._handle.closed:
