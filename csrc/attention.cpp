@@ -16,6 +16,9 @@ typedef int   ints __attribute__((vector_size(32)));
 
 constexpr int64_t lanes = 8;
 
+// Vectors of a row worked on together.
+constexpr int64_t n_vectors = 2;
+
 // Cached rows converted at a time: a tile of 32 x 128 floats stays in the first-level cache.
 constexpr int64_t tile = 32;
 
@@ -30,6 +33,28 @@ floats load(const float * x) {
 
 void store(float * x, floats v) {
     std::memcpy(x, &v, sizeof(v));
+}
+
+floats mix(floats a, floats b, ints lane) {
+    return __builtin_shuffle(a, b, lane);  // lanes 8 .. 15 are b's
+}
+
+// The sums of eight vectors, one in each lane: three rounds that halve what is left to add.
+floats sums(const floats (&v)[lanes]) {
+    floats pairs[4];
+    for (int i = 0; i < 4; i++) {
+        const floats a = v[2 * i];
+        const floats b = v[2 * i + 1];
+        pairs[i]       = mix(a, b, ints{ 0, 8, 2, 10, 4, 12, 6, 14 }) + mix(a, b, ints{ 1, 9, 3, 11, 5, 13, 7, 15 });
+    }
+    floats fours[2];
+    for (int i = 0; i < 2; i++) {
+        const floats a = pairs[2 * i];
+        const floats b = pairs[2 * i + 1];
+        fours[i]       = mix(a, b, ints{ 0, 1, 8, 9, 4, 5, 12, 13 }) + mix(a, b, ints{ 2, 3, 10, 11, 6, 7, 14, 15 });
+    }
+    return mix(fours[0], fours[1], ints{ 0, 1, 2, 3, 8, 9, 10, 11 }) +
+           mix(fours[0], fours[1], ints{ 4, 5, 6, 7, 12, 13, 14, 15 });
 }
 
 float sum(floats v) {
@@ -57,7 +82,7 @@ floats exp_negative(floats x) {
 
 struct shape {
     int64_t head_dim;
-    int64_t width;  // head_dim in whole vectors
+    int64_t width;  // head_dim in whole pairs of vectors
     int64_t n_head;
     int64_t n_head_kv;
     int64_t n_tokens;
@@ -74,7 +99,7 @@ struct shape {
 shape shape_of(const ggml_tensor * q, const ggml_tensor * k) {
     shape s;
     s.head_dim     = q->ne[0];
-    s.width        = GGML_PAD(s.head_dim, lanes);
+    s.width        = GGML_PAD(s.head_dim, n_vectors * lanes);
     s.n_head       = q->ne[1];
     s.n_head_kv    = k->ne[0] / s.head_dim;
     s.n_tokens     = q->ne[2];
@@ -99,34 +124,58 @@ head_state state_at(const shape & s, float * scratch, int64_t head) {
              at + n * (2 * s.width + tile + 1) };
 }
 
-void convert_rows(const shape & s, const ggml_tensor * cache, int64_t head, int64_t slot, int64_t n, float * rows) {
-    const ggml_to_float_t to_float = ggml_get_type_traits(cache->type)->to_float;
-    const char *          from = static_cast<const char *>(cache->data) + ggml_row_size(cache->type, head * s.head_dim);
-    for (int64_t i = 0; i < n; i++) {
-        const void * row = from + size_t(slot + i) * cache->nb[1];
-        float *      to  = rows + i * s.width;
-        if (cache->type == GGML_TYPE_F16) {
-            ggml_cpu_fp16_to_fp32(static_cast<const ggml_fp16_t *>(row), to, s.head_dim);
+// Rows of one KV head as they lie in a layer's cache.
+struct cached_rows {
+    ggml_type    type;
+    const char * at;
+    size_t       stride;
+    int64_t      n;
+};
+
+cached_rows rows_of(const shape & s, const ggml_tensor * cache, int64_t head, int64_t slot, int64_t n) {
+    const char * layer = static_cast<const char *>(cache->data);
+    return { cache->type, layer + size_t(slot) * cache->nb[1] + ggml_row_size(cache->type, head * s.head_dim),
+             cache->nb[1], n };
+}
+
+// The cache is read in pieces of a few hundred bytes, too short for the processor to see what comes next: while some rows
+// are converted, those that follow are asked for.
+void convert(const shape & s, const cached_rows & from, const cached_rows & next, float * to) {
+    const ggml_to_float_t to_float = ggml_get_type_traits(from.type)->to_float;
+    const size_t          n_bytes  = ggml_row_size(from.type, s.head_dim);
+    for (int64_t i = 0; i < from.n; i++, to += s.width) {
+        const char * row = from.at + size_t(i) * from.stride;
+        for (size_t b = 0; i < next.n && b < n_bytes; b += 64) {
+            __builtin_prefetch(next.at + size_t(i) * next.stride + b);
+        }
+        if (from.type == GGML_TYPE_F16) {
+            ggml_cpu_fp16_to_fp32(reinterpret_cast<const ggml_fp16_t *>(row), to, s.head_dim);
         } else if (to_float) {
             to_float(row, to, s.head_dim);
         } else {
-            std::memcpy(to, row, size_t(s.head_dim) * sizeof(float));
+            std::memcpy(to, row, n_bytes);
         }
     }
 }
 
-// scores[r][i] = q[r] . keys[i]; a key is loaded once for n_rows query rows.
+// scores[r][i] = q[r] . keys[i], eight products at a time: n_rows query rows share each key, and eight sums in flight
+// keep the multipliers busy.
 template <int n_rows> void score(const shape & s, const float * q, const float * keys, int64_t n, float * scores) {
-    for (int64_t i = 0; i < n; i++) {
-        floats acc[n_rows] = {};
+    constexpr int n_keys = lanes / n_rows;
+    for (int64_t i = 0; i < n; i += n_keys) {
+        floats acc[lanes] = {};
         for (int64_t d = 0; d < s.width; d += lanes) {
-            const floats key = load(keys + i * s.width + d);
-            for (int r = 0; r < n_rows; r++) {
-                acc[r] += load(q + r * s.width + d) * key;
+            for (int k = 0; k < n_keys; k++) {
+                const floats key = load(keys + (i + k) * s.width + d);
+                for (int r = 0; r < n_rows; r++) {
+                    acc[r * n_keys + k] += load(q + r * s.width + d) * key;
+                }
             }
         }
+        const floats products = sums(acc);
         for (int r = 0; r < n_rows; r++) {
-            scores[r * tile + i] = sum(acc[r]);
+            std::memcpy(scores + r * tile + i, reinterpret_cast<const float *>(&products) + r * n_keys,
+                        n_keys * sizeof(float));
         }
     }
 }
@@ -135,6 +184,9 @@ void score_all(const shape & s, const head_state & h, int64_t n_rows, const floa
     int64_t r = 0;
     for (; r + 4 <= n_rows; r += 4) {
         score<4>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
+    }
+    for (; r + 2 <= n_rows; r += 2) {
+        score<2>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
     }
     for (; r < n_rows; r++) {
         score<1>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
@@ -168,21 +220,27 @@ void soften(const shape & s, const head_state & h, int64_t r, int64_t n_seen) {
     h.total[r] += sum(total);
 }
 
-// out[r] += sum over i of scores[r][i] * values[i]; a value is loaded once for n_rows query rows.
+// out[r] += sum over i of scores[r][i] * values[i]; n_rows query rows share each value.
 template <int n_rows> void gather(const shape & s, const float * scores, const float * values, int64_t n, float * out) {
-    for (int64_t d = 0; d < s.width; d += lanes) {
-        floats acc[n_rows];
+    for (int64_t d = 0; d < s.width; d += n_vectors * lanes) {
+        floats acc[n_rows][n_vectors];
         for (int r = 0; r < n_rows; r++) {
-            acc[r] = load(out + r * s.width + d);
+            for (int64_t j = 0; j < n_vectors; j++) {
+                acc[r][j] = load(out + r * s.width + d + j * lanes);
+            }
         }
         for (int64_t i = 0; i < n; i++) {
-            const floats value = load(values + i * s.width + d);
-            for (int r = 0; r < n_rows; r++) {
-                acc[r] += scores[r * tile + i] * value;
+            for (int64_t j = 0; j < n_vectors; j++) {
+                const floats value = load(values + i * s.width + d + j * lanes);
+                for (int r = 0; r < n_rows; r++) {
+                    acc[r][j] += scores[r * tile + i] * value;
+                }
             }
         }
         for (int r = 0; r < n_rows; r++) {
-            store(out + r * s.width + d, acc[r]);
+            for (int64_t j = 0; j < n_vectors; j++) {
+                store(out + r * s.width + d + j * lanes, acc[r][j]);
+            }
         }
     }
 }
@@ -191,6 +249,9 @@ void gather_all(const shape & s, const head_state & h, int64_t n_rows, const flo
     int64_t r = 0;
     for (; r + 4 <= n_rows; r += 4) {
         gather<4>(s, h.scores + r * tile, values, n, h.out + r * s.width);
+    }
+    for (; r + 2 <= n_rows; r += 2) {
+        gather<2>(s, h.scores + r * tile, values, n, h.out + r * s.width);
     }
     for (; r < n_rows; r++) {
         gather<1>(s, h.scores + r * tile, values, n, h.out + r * s.width);
@@ -231,14 +292,18 @@ void attend(const shape & s, ggml_tensor * dst, int64_t t0, int64_t n_tokens, in
     for (int64_t slot = 0; slot < n_kv; slot += tile) {
         const int64_t n = std::min(tile, n_kv - slot);
         for (int64_t head = head0; head < head1; head++) {
-            const head_state h = state_at(s, scratch, head);
-            convert_rows(s, k, head, slot, n, rows);
+            const head_state  h      = state_at(s, scratch, head);
+            const cached_rows keys   = rows_of(s, k, head, slot, n);
+            const cached_rows values = rows_of(s, v, head, slot, n);
+            const cached_rows next   = head + 1 < head1 ? rows_of(s, k, head + 1, slot, n)
+                                                        : rows_of(s, k, head0, slot + tile, n_kv - slot - tile);
+            convert(s, keys, values, rows);
             score_all(s, h, n_rows, rows, n);
             for (int64_t r = 0; r < n_rows; r++) {
                 const int64_t n_seen = positions[r / s.n_repeat] + 1 - slot;
                 soften(s, h, r, std::clamp<int64_t>(n_seen, 0, n));
             }
-            convert_rows(s, v, head, slot, n, rows);
+            convert(s, values, next, rows);
             gather_all(s, h, n_rows, rows, n);
         }
     }
