@@ -2,6 +2,7 @@
 
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace slowar {
@@ -12,7 +13,7 @@ namespace {
 class builder {
   public:
     builder(ggml_context * ctx, const graph_context & with, const graph_shape & shape)
-        : ctx(ctx), w(with.w), c(with.w.hyper), with(with), shape(shape), n_tokens(shape.n_tokens) {
+        : ctx(ctx), w(with.w), c(with.w.hyper), with(with), shape(shape), n_tokens(shape.n_tokens()) {
         out.nodes = ggml_new_graph_custom(ctx, with.max_nodes, /*grads =*/false);
     }
 
@@ -29,9 +30,13 @@ class builder {
     }
 
   private:
-    bool is_reference() const { return shape.attention == attention_path::reference; }
+    bool is_reference() const { return shape.segments[0].attention == attention_path::reference; }
 
-    // Behind the last layer's keys and values only the last position is asked for. The documented graph computes all.
+    bool is_alone() const { return shape.segments.size() == 1; }
+
+    bool all_single() const { return n_tokens == int(shape.segments.size()); }
+
+    // Behind the last layer's keys and values only the last positions are asked for. The documented graph computes all.
     bool only_last(int il) const { return il == c.n_layer - 1 && !is_reference(); }
 
     void inputs() {
@@ -41,7 +46,13 @@ class builder {
         out.in.positions  = input(GGML_TYPE_I32, n_tokens, 1, "inp_positions");
         out.in.embd_scale = c.scale_codebook_embeddings ? input(GGML_TYPE_F32, 1, n_tokens, "inp_embd_scale") : nullptr;
         out.in.slots      = is_reference() ? nullptr : input(GGML_TYPE_I64, n_tokens, 1, "inp_slots");
-        out.in.mask       = shape.n_kv > 0 ? input(GGML_TYPE_F16, shape.n_kv, n_tokens, "inp_mask") : nullptr;
+        if (!is_alone() && !all_single()) {
+            out.in.last           = input(GGML_TYPE_I32, int64_t(shape.segments.size()), 1, "inp_last");
+            out.in.last_positions = input(GGML_TYPE_I32, int64_t(shape.segments.size()), 1, "inp_last_positions");
+        }
+        for (const segment & s : shape.segments) {
+            out.in.masks.push_back(s.n_kv > 0 ? input(GGML_TYPE_F16, s.n_kv, s.n_tokens, "inp_mask") : nullptr);
+        }
     }
 
     // x = (embeddings[id] + sum over codebooks of codebook_embeddings[row] * semantic) * scale
@@ -99,72 +110,134 @@ class builder {
 
     // The documented attention: past and batch joined in float32, every KV head repeated for the heads that share it.
     ggml_tensor * attention_reference(ggml_tensor * x, const layer_weights & l, int il) {
-        const projections p = project(x, l, il);
-        ggml_tensor *     q = turned(p.q, l.q_norm, out.in.positions, "q_rope", il);
-        ggml_tensor *     k = turned(p.k, l.k_norm, out.in.positions, "k_rope", il);
-        ggml_tensor *     v = named(ggml_cont(ctx, p.v), "v", il);
+        projections p = project(x, l, il);
+        p.q           = turned(p.q, l.q_norm, out.in.positions, "q_rope", il);
+        p.k           = turned(p.k, l.k_norm, out.in.positions, "k_rope", il);
+        p.v           = named(ggml_cont(ctx, p.v), "v", il);
 
-        with.cache.store(ctx, out.nodes, { k, v }, il, shape.n_past);
-        if (shape.n_past > 0) {
-            const kv past = with.cache.past(ctx, il, shape.n_past);
-            k             = ggml_concat(ctx, past.k, k, 2);  // [head_dim, n_head_kv, n_kv]
-            v             = ggml_concat(ctx, past.v, v, 2);
+        std::vector<ggml_tensor *> o;
+        int                        first = 0;
+        for (const segment & s : shape.segments) {
+            o.push_back(attend_reference(part(p, first, s.n_tokens), s, il));
+            first += s.n_tokens;
         }
-        k = repeat_heads(k);  // [head_dim, n_head, n_kv]
-        v = repeat_heads(v);
+        return named(joined(o.data(), o.size()), "attn_out", il);  // [q_size, n_tokens]
+    }
 
-        q = ggml_permute(ctx, q, 0, 2, 1, 3);                  // [head_dim, n_tokens, n_head]
-        k = ggml_permute(ctx, k, 0, 2, 1, 3);                  // [head_dim, n_kv, n_head]
-        v = ggml_cont(ctx, ggml_permute(ctx, v, 1, 2, 0, 3));  // [n_kv, head_dim, n_head]
+    ggml_tensor * attend_reference(projections p, const segment & s, int il) {
+        s.cache->store(ctx, out.nodes, { p.k, p.v }, il, s.n_past);
+        if (s.n_past > 0) {
+            const kv past = s.cache->past(ctx, il, s.n_past);
+            p.k           = ggml_concat(ctx, past.k, p.k, 2);  // [head_dim, n_head_kv, n_kv]
+            p.v           = ggml_concat(ctx, past.v, p.v, 2);
+        }
+        ggml_tensor * k = repeat_heads(p.k);  // [head_dim, n_head, n_kv]
+        ggml_tensor * v = repeat_heads(p.v);
 
-        ggml_tensor * s = ggml_mul_mat(ctx, k, q);  // [n_kv, n_tokens, n_head]
-        s               = ggml_scale(ctx, s, attn_scale());
-        s               = ggml_diag_mask_inf(ctx, s, shape.n_past);
-        s               = named(ggml_soft_max(ctx, s), "attn_probs", il);
+        ggml_tensor * q = ggml_permute(ctx, p.q, 0, 2, 1, 3);                // [head_dim, n_tokens, n_head]
+        k               = ggml_permute(ctx, k, 0, 2, 1, 3);                  // [head_dim, n_kv, n_head]
+        v               = ggml_cont(ctx, ggml_permute(ctx, v, 1, 2, 0, 3));  // [n_kv, head_dim, n_head]
 
-        ggml_tensor * o = ggml_mul_mat(ctx, v, s);           // [head_dim, n_tokens, n_head]
+        ggml_tensor * w = ggml_mul_mat(ctx, k, q);  // [n_kv, n_tokens, n_head]
+        w               = ggml_scale(ctx, w, attn_scale());
+        w               = ggml_diag_mask_inf(ctx, w, s.n_past);
+        w               = named(ggml_soft_max(ctx, w), "attn_probs", il);
+
+        ggml_tensor * o = ggml_mul_mat(ctx, v, w);           // [head_dim, n_tokens, n_head]
         o               = ggml_permute(ctx, o, 0, 2, 1, 3);  // [head_dim, n_head, n_tokens]
-        return named(ggml_cont_2d(ctx, o, c.q_size(), n_tokens), "attn_out", il);
+        return ggml_cont_2d(ctx, o, c.q_size(), s.n_tokens);
     }
 
     // Keys and values are stored first and read as they are stored, so that results do not depend on how a prompt is cut.
     ggml_tensor * attention_flash(ggml_tensor * x, const layer_weights & l, int il) {
-        const projections p      = project(x, l, il);
-        ggml_tensor *     k      = turned(p.k, l.k_norm, out.in.positions, "k_rope", il);
-        const kv          stored = with.cache.stored(ctx, { k, p.v }, out.in.slots, il);
-        ggml_tensor *     q      = p.q;
-        ggml_tensor *     at     = out.in.positions;
-        ggml_tensor *     mask   = out.in.mask;
-        if (only_last(il)) {
-            if (shape.out == output::nothing) {
-                ggml_build_forward_expand(out.nodes, stored.k);
-                ggml_build_forward_expand(out.nodes, stored.v);
-                return nullptr;
-            }
-            q    = ggml_view_3d(ctx, q, c.head_dim, c.n_head, 1, q->nb[1], q->nb[2], size_t(n_tokens - 1) * q->nb[2]);
-            at   = ggml_view_1d(ctx, at, 1, size_t(n_tokens - 1) * at->nb[0]);
-            mask = mask ? ggml_view_2d(ctx, mask, shape.n_kv, 1, mask->nb[1], size_t(n_tokens - 1) * mask->nb[1])
-                        : nullptr;
-        }
-        q = turned(q, l.q_norm, at, "q_rope", il);
+        const projections p = project(x, l, il);
+        ggml_tensor *     k = turned(p.k, l.k_norm, out.in.positions, "k_rope", il);
 
-        ggml_tensor * o = nullptr;
-        if (shape.attention == attention_path::cpu && (!mask || q->ne[2] < cpu_attention_limit)) {
-            o = cpu_attention(ctx, q, stored.k, stored.v, at, with.n_threads);
-        } else {
-            o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), seen(stored.k), seen(stored.v), mask,
-                                    attn_scale(), /*max_bias =*/0.0f, /*logit_softcap =*/0.0f);
-            ggml_prec_set_acc(o, GGML_PREC_F32);
-            o = ggml_reshape_2d(ctx, o, c.q_size(), o->ne[2]);
+        std::vector<kv> stored;
+        int             first = 0;
+        for (const segment & s : shape.segments) {
+            const kv batch = { part(k, 2, first, s.n_tokens), part(p.v, 2, first, s.n_tokens) };
+            stored.push_back(s.cache->stored(ctx, batch, part(out.in.slots, 0, first, s.n_tokens), il));
+            ggml_build_forward_expand(out.nodes, stored.back().k);
+            ggml_build_forward_expand(out.nodes, stored.back().v);
+            first += s.n_tokens;
         }
-        return named(o, "attn_out", il);  // [q_size, n_tokens]
+        if (only_last(il) && shape.out == output::nothing) {
+            return nullptr;
+        }
+        queries all = only_last(il) ? last_queries(p.q) : queries{ p.q, out.in.positions };
+        all.q       = turned(all.q, l.q_norm, all.positions, "q_rope", il);
+
+        std::vector<ggml_tensor *> o;
+        first = 0;
+        for (size_t i = 0; i < stored.size(); i++) {
+            const int n = only_last(il) ? 1 : shape.segments[i].n_tokens;
+            o.push_back(attend_flash({ part(all.q, 2, first, n), part(all.positions, 0, first, n) }, stored[i], i));
+            first += n;
+        }
+        return named(joined(o.data(), o.size()), "attn_out", il);  // [q_size, n_tokens or n segments]
+    }
+
+    struct queries {
+        ggml_tensor * q;          // [head_dim, n_head, n]
+        ggml_tensor * positions;  // [n]
+    };
+
+    // The last positions of segment i, those that `from` has, over its cache.
+    ggml_tensor * attend_flash(const queries & from, const kv & stored, size_t i) {
+        const segment & s    = shape.segments[i];
+        const int64_t   n    = from.q->ne[2];
+        ggml_tensor *   mask = out.in.masks[i];
+        if (s.attention == attention_path::cpu && (!mask || n < cpu_attention_limit)) {
+            return cpu_attention(ctx, from.q, stored.k, stored.v, from.positions, with.n_threads);
+        }
+        mask            = part(mask, 1, int(s.n_tokens - n), n);
+        ggml_tensor * o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, from.q, 0, 2, 1, 3), seen(stored.k, s),
+                                              seen(stored.v, s), mask, attn_scale(), /*max_bias =*/0.0f,
+                                              /*logit_softcap =*/0.0f);
+        ggml_prec_set_acc(o, GGML_PREC_F32);
+        return ggml_reshape_2d(ctx, o, c.q_size(), o->ne[2]);
+    }
+
+    // The query of each segment's last position.
+    queries last_queries(ggml_tensor * q) {
+        if (is_alone()) {
+            return { part(q, 2, n_tokens - 1, 1), part(out.in.positions, 0, n_tokens - 1, 1) };
+        }
+        if (all_single()) {
+            return { q, out.in.positions };
+        }
+        ggml_tensor * rows = ggml_view_2d(ctx, q, c.q_size(), n_tokens, q->nb[2], 0);
+        rows               = ggml_get_rows(ctx, rows, out.in.last);
+        return { ggml_reshape_3d(ctx, rows, c.head_dim, c.n_head, rows->ne[1]), out.in.last_positions };
     }
 
     // The first n_kv slots of a layer: [head_dim, n_kv, n_head_kv].
-    ggml_tensor * seen(ggml_tensor * cache) {
+    ggml_tensor * seen(ggml_tensor * cache, const segment & s) {
         const size_t  head = ggml_row_size(cache->type, c.head_dim);
-        ggml_tensor * x    = ggml_view_3d(ctx, cache, c.head_dim, c.n_head_kv, shape.n_kv, head, cache->nb[1], 0);
+        ggml_tensor * x    = ggml_view_3d(ctx, cache, c.head_dim, c.n_head_kv, s.n_kv, head, cache->nb[1], 0);
         return ggml_permute(ctx, x, 0, 2, 1, 3);
+    }
+
+    // n positions of x from `first` on, which run along dimension `dim`: a view, or x itself when that is all.
+    ggml_tensor * part(ggml_tensor * x, int dim, int first, int64_t n) {
+        if (n == x->ne[dim]) {
+            return x;
+        }
+        int64_t ne[GGML_MAX_DIMS];
+        std::copy_n(x->ne, GGML_MAX_DIMS, ne);
+        ne[dim] = n;
+        return ggml_view_4d(ctx, x, ne[0], ne[1], ne[2], ne[3], x->nb[1], x->nb[2], x->nb[3],
+                            size_t(first) * x->nb[dim]);
+    }
+
+    projections part(const projections & p, int first, int n) {
+        return { part(p.q, 2, first, n), part(p.k, 2, first, n), part(p.v, 2, first, n) };
+    }
+
+    // Segments side by side again: [q_size, sum of their positions]. Halves, so that each is copied few times.
+    ggml_tensor * joined(ggml_tensor ** o, size_t n) {
+        return n == 1 ? o[0] : ggml_concat(ctx, joined(o, n / 2), joined(o + n / 2, n - n / 2), 1);
     }
 
     float attn_scale() const { return 1.0f / std::sqrt(float(c.head_dim)); }
@@ -225,9 +298,13 @@ class builder {
         return ggml_view_2d(ctx, w.output, c.n_embd, n, w.output->nb[1], size_t(first) * w.output->nb[1]);
     }
 
-    // The last position of [n_embd, n], copied: its source need not outlive the graph's reuse of memory.
+    // Each segment's last position of [n_embd, n], copied: its source need not outlive the graph's reuse of memory.
     ggml_tensor * last(ggml_tensor * x) {
-        return ggml_cont(ctx, ggml_view_1d(ctx, x, c.n_embd, size_t(x->ne[1] - 1) * x->nb[1]));
+        if (is_alone()) {
+            return ggml_cont(ctx, ggml_view_1d(ctx, x, c.n_embd, size_t(x->ne[1] - 1) * x->nb[1]));
+        }
+        const bool is_done = x->ne[1] == int64_t(shape.segments.size());
+        return is_done ? ggml_cont(ctx, x) : ggml_get_rows(ctx, x, out.in.last);
     }
 
     ggml_tensor * norm(ggml_tensor * x, ggml_tensor * scale) {

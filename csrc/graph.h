@@ -18,18 +18,36 @@ enum class attention_path {
 // What leaves the graph, each with all before it.
 enum class output { nothing, hidden, semantic, full };
 
-// All that a graph's nodes depend on: equal shapes, equal graphs.
-struct graph_shape {
-    attention_path attention = attention_path::reference;
-    output         out       = output::full;
-    int            n_tokens  = 0;
-    int            n_past    = 0;  // reference: where the batch goes; else 0, the slots are an input
-    int            n_kv      = 0;  // slots that ggml's flash attention looks at; 0: it is not used
+// The positions of one sequence in an evaluation, and how they meet its cache.
+struct segment {
+    const kv_cache * cache     = nullptr;
+    uint64_t         cache_id  = 0;  // a cache that is gone may have left its address to another
+    attention_path   attention = attention_path::reference;
+    int              n_tokens  = 0;
+    int              n_past    = 0;  // reference: where the batch goes; else 0, the slots are an input
+    int              n_kv      = 0;  // slots that ggml's flash attention looks at; 0: it is not used
 
-    bool operator==(const graph_shape & o) const {
-        return attention == o.attention && out == o.out && n_tokens == o.n_tokens && n_past == o.n_past &&
+    bool operator==(const segment & o) const {
+        return cache_id == o.cache_id && attention == o.attention && n_tokens == o.n_tokens && n_past == o.n_past &&
                n_kv == o.n_kv;
     }
+};
+
+// All that a graph's nodes depend on: equal shapes, equal graphs. Segments lie side by side, one behind the other; they
+// are all of the reference's kind or none is.
+struct graph_shape {
+    output               out = output::full;
+    std::vector<segment> segments;
+
+    int n_tokens() const {
+        int n = 0;
+        for (const segment & s : segments) {
+            n += s.n_tokens;
+        }
+        return n;
+    }
+
+    bool operator==(const graph_shape & o) const { return out == o.out && segments == o.segments; }
 };
 
 // Created empty; their values are set once the scheduler has given them memory. Those that a shape has no use for are
@@ -41,20 +59,23 @@ struct graph_inputs {
     ggml_tensor * embd_scale;  // F32 [1, n_tokens], with scaled codebook embeddings only
     ggml_tensor * positions;   // I32 [n_tokens]
     ggml_tensor * slots;       // I64 [n_tokens], not for the reference
-    ggml_tensor * mask;        // F16 [n_kv, n_tokens], with n_kv > 0: 0 where a position sees a slot, else -inf
+    ggml_tensor * last;        // I32 [n segments]: where each ends; with several of them, one longer than a position
+    ggml_tensor * last_positions;  // I32 [n segments], with `last`
+
+    // Of each segment with n_kv > 0, else nullptr: F16 [n_kv, n_tokens], 0 where a position sees a slot, else -inf.
+    std::vector<ggml_tensor *> masks;
 };
 
 struct graph {
-    ggml_cgraph * nodes;
-    graph_inputs  in;
-    ggml_tensor * hidden;  // F32 [n_embd], or nullptr
-    ggml_tensor * logits;  // F32 [n_vocab], or [semantic ids + extra ids], or nullptr
+    ggml_cgraph * nodes  = nullptr;
+    graph_inputs  in     = {};
+    ggml_tensor * hidden = nullptr;  // F32 [n_embd, n segments], or nullptr
+    ggml_tensor * logits = nullptr;  // F32 [n_vocab, n segments], or [semantic ids + extra ids, ...], or nullptr
 };
 
-// What stays the same for all graphs of a session.
+// What stays the same for all graphs of an evaluator.
 struct graph_context {
     const weights &              w;
-    const kv_cache &             cache;
     const std::vector<int32_t> & extra_ids;  // logits columns behind the semantic ones
     int                          n_threads;
     size_t                       max_nodes;  // room for nodes and leaves

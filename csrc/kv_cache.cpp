@@ -3,10 +3,17 @@
 #include "device.h"
 #include "error.h"
 
+#include <atomic>
+
 namespace slowar {
 
-kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len)
-    : ctx_(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true })) {
+static uint64_t next_id() {
+    static std::atomic<uint64_t> id{ 0 };
+    return ++id;
+}
+
+kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len, existence how)
+    : id_(next_id()), ctx_(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true })) {
     const std::string what = text("a KV cache of %d positions", max_seq_len);
     if (double(c.kv_size()) * max_seq_len * c.n_layer > 1e15) {  // sizes beyond this could overflow
         fail(SLOWAR_MEMORY, "%s is larger than any memory", what.c_str());
@@ -16,6 +23,12 @@ kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, 
     ggml_set_name(k_, "cache_k");
     ggml_set_name(v_, "cache_v");
 
+    if (how == imagined) {
+        // A tensor with a buffer, even an empty one, is not the planner's to place.
+        buffer_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device), 0));
+        k_->buffer = v_->buffer = buffer_.get();
+        return;
+    }
     check_memory(device, n_bytes(), what.c_str());
     const size_t mark = log_mark();
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), ggml_backend_dev_buffer_type(device)));
@@ -30,6 +43,43 @@ kv_cache::kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, 
 static ggml_tensor * slots(ggml_context * ctx, ggml_tensor * cache, int il, int slot, int64_t n) {
     return ggml_view_3d(ctx, cache, cache->ne[0], cache->ne[1], n, cache->nb[1], cache->nb[2],
                         size_t(il) * cache->nb[3] + size_t(slot) * cache->nb[2]);
+}
+
+template <typename function_t> void kv_cache::each_layer(int32_t n, function_t f) const {
+    for (int64_t il = 0; il < k_->ne[3]; il++) {
+        f(k_, size_t(il) * k_->nb[3], size_t(n) * k_->nb[2]);
+        f(v_, size_t(il) * v_->nb[3], size_t(n) * v_->nb[2]);
+    }
+}
+
+void kv_cache::copy(const kv_cache & from, int32_t n) {
+    const ggml_context_ptr ctx(
+        ggml_init({ 4 * size_t(k_->ne[3]) * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
+    const auto positions = [&](ggml_tensor * cache, int il) {
+        ggml_tensor * x = slots(ctx.get(), cache, il, 0, n);
+        ggml_backend_view_init(x);
+        return x;
+    };
+    for (int il = 0; il < int(k_->ne[3]); il++) {
+        ggml_backend_tensor_copy(positions(from.k_, il), positions(k_, il));
+        ggml_backend_tensor_copy(positions(from.v_, il), positions(v_, il));
+    }
+}
+
+void kv_cache::read(void * out, int32_t n) const {
+    char * to = static_cast<char *>(out);
+    each_layer(n, [&](const ggml_tensor * cache, size_t layer, size_t n_bytes) {
+        ggml_backend_tensor_get(cache, to, layer, n_bytes);
+        to += n_bytes;
+    });
+}
+
+void kv_cache::write(const void * in, int32_t n) {
+    const char * from = static_cast<const char *>(in);
+    each_layer(n, [&](ggml_tensor * cache, size_t layer, size_t n_bytes) {
+        ggml_backend_tensor_set(cache, from, layer, n_bytes);
+        from += n_bytes;
+    });
 }
 
 void kv_cache::store(ggml_context * ctx, ggml_cgraph * graph, kv batch, int il, int slot) const {

@@ -14,8 +14,16 @@ struct kv {
 
 class kv_cache {
   public:
+    // Whether there is memory, or graphs are only to be planned.
+    enum existence { real, imagined };
+
     // max_seq_len zeroed slots for every layer on one device. Throws SLOWAR_MEMORY.
-    kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len);
+    kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len, existence how = real);
+
+    // No two caches of a process have the same.
+    uint64_t id() const { return id_; }
+
+    ggml_type type() const { return k_->type; }
 
     int32_t max_seq_len() const { return int32_t(k_->ne[2]); }
 
@@ -31,7 +39,21 @@ class kv_cache {
     // [head_dim*n_head_kv, max_seq_len] each. Whoever reads them reads the batch as it is stored.
     kv stored(ggml_context * ctx, kv batch, ggml_tensor * slots, int il) const;
 
+    // Bytes of one position, all layers.
+    size_t n_bytes_each() const { return n_bytes() / size_t(max_seq_len()); }
+
+    // The first n positions of another cache of the same model and type.
+    void copy(const kv_cache & from, int32_t n);
+
+    // The first n positions as bytes: layer after layer, each its n keys, then its n values.
+    void read(void * out, int32_t n) const;
+    void write(const void * from, int32_t n);
+
   private:
+    // Runs f(keys or values, offset of a layer in them, bytes of its first n positions) in the order of `read`.
+    template <typename function_t> void each_layer(int32_t n, function_t f) const;
+
+    uint64_t                id_;
     ggml_context_ptr        ctx_;
     ggml_tensor *           k_ = nullptr;  // [head_dim, n_head_kv, max_seq_len, n_layer]
     ggml_tensor *           v_ = nullptr;  // the same

@@ -4,6 +4,7 @@
 #include "bandwidth.h"
 #include "device.h"
 #include "error.h"
+#include "evaluator.h"
 #include "platform.h"
 #include "session.h"
 #include "weights.h"
@@ -28,16 +29,28 @@ struct slowar_session {
     int64_t owner = process_id();
 };
 
+struct slowar_batch {
+    slowar_batch(std::shared_ptr<const weights> w, int32_t n_threads, std::vector<int32_t> extra_ids)
+        : w(w), e(std::move(w), n_threads, std::move(extra_ids)) {}
+
+    std::shared_ptr<const weights> w;
+    evaluator                      e;
+    int64_t                        owner = process_id();
+};
+
 namespace {
 
 // The version of slowar.h.
-constexpr int32_t abi = 2;
+constexpr int32_t abi = 3;
 
 // ggml's own limit (GGML_MAX_N_THREADS).
 constexpr int32_t max_threads = 512;
 
 // Each costs three nodes of a graph.
 constexpr int32_t max_extra_ids = 256;
+
+// A graph of so many sessions of a model of 36 layers has 220 000 nodes.
+constexpr int32_t max_items = 256;
 
 // int32 positions, and n_past + n_tokens must not overflow.
 constexpr int32_t max_positions = INT32_MAX / 2;
@@ -73,19 +86,21 @@ template <typename list_t> auto & at(list_t & list, int32_t i, const char * what
     return list[size_t(i)];
 }
 
-void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens) {
+// `whose` opens the message.
+void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens, const char * whose = "") {
     need(tokens, "tokens");
     if (n_tokens <= 0) {
-        fail(SLOWAR_ARGUMENT, "n_tokens is %d, expected 1 or more", n_tokens);
+        fail(SLOWAR_ARGUMENT, "%sn_tokens is %d, expected 1 or more", whose, n_tokens);
     }
     for (int32_t t = 0; t < n_tokens; t++) {
         const int32_t * at = tokens + size_t(t) * size_t(c.n_row());
         if (at[0] < 0 || at[0] >= c.n_vocab) {
-            fail(SLOWAR_ARGUMENT, "token id at row 0, column %d is %d, expected 0 to %d", t, at[0], c.n_vocab - 1);
+            fail(SLOWAR_ARGUMENT, "%stoken id at row 0, column %d is %d, expected 0 to %d", whose, t, at[0],
+                 c.n_vocab - 1);
         }
         for (int32_t row = 1; c.is_semantic(at[0]) && row <= c.n_codebook; row++) {
             if (at[row] < 0 || at[row] >= c.codebook_size) {
-                fail(SLOWAR_ARGUMENT, "code at row %d, column %d is %d, expected 0 to %d", row, t, at[row],
+                fail(SLOWAR_ARGUMENT, "%scode at row %d, column %d is %d, expected 0 to %d", whose, row, t, at[row],
                      c.codebook_size - 1);
             }
         }
@@ -95,9 +110,27 @@ void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens) {
 // What keys and values may be stored as.
 constexpr const char * kv_types[] = { "f16", "bf16", "f32", "q8_0" };
 
-void check_threads(int32_t n_threads) {
-    if (n_threads < 1 || n_threads > max_threads) {
-        fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", n_threads, max_threads);
+void check_threads(int32_t n_threads, int32_t most = max_threads) {
+    if (n_threads < 1 || n_threads > most) {
+        fail(SLOWAR_ARGUMENT, "n_threads is %d, expected 1 to %d", n_threads, most);
+    }
+}
+
+void check_extra_ids(const config & c, const int32_t * ids, int32_t n) {
+    if (n < 0 || n > max_extra_ids) {
+        fail(SLOWAR_ARGUMENT, "%d extra ids, expected 0 to %d", n, max_extra_ids);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        need(ids, "extra_ids");
+        if (ids[i] < 0 || ids[i] >= c.n_vocab) {
+            fail(SLOWAR_ARGUMENT, "extra id %d is %d, expected 0 to %d", i, ids[i], c.n_vocab - 1);
+        }
+    }
+}
+
+void check_length(int32_t max_seq_len) {
+    if (max_seq_len < 1 || max_seq_len > max_positions) {
+        fail(SLOWAR_ARGUMENT, "max_seq_len is %d, expected 1 to %d", max_seq_len, max_positions);
     }
 }
 
@@ -118,18 +151,10 @@ void check_params(const config & c, const slowar_session_params & p) {
         fail(SLOWAR_ARGUMENT, "kv_type %s holds blocks of %" PRId64 ", the model's head size %d is no multiple of that",
              p.kv_type, block, c.head_dim);
     }
-    if (p.n_batch < 0) {
-        fail(SLOWAR_ARGUMENT, "n_batch is %d, expected 0 or more", p.n_batch);
+    if (p.n_batch < -1) {
+        fail(SLOWAR_ARGUMENT, "n_batch is %d, expected -1 or more", p.n_batch);
     }
-    if (p.n_extra_ids < 0 || p.n_extra_ids > max_extra_ids) {
-        fail(SLOWAR_ARGUMENT, "%d extra ids, expected 0 to %d", p.n_extra_ids, max_extra_ids);
-    }
-    for (int32_t i = 0; i < p.n_extra_ids; i++) {
-        need(p.extra_ids, "extra_ids");
-        if (p.extra_ids[i] < 0 || p.extra_ids[i] >= c.n_vocab) {
-            fail(SLOWAR_ARGUMENT, "extra id %d is %d, expected 0 to %d", i, p.extra_ids[i], c.n_vocab - 1);
-        }
-    }
+    check_extra_ids(c, p.extra_ids, p.n_extra_ids);
 }
 
 output output_for(slowar_logits which, const float * hidden, const float * logits) {
@@ -256,9 +281,7 @@ slowar_status slowar_session_get_state(const slowar_session * session, slowar_se
 slowar_status slowar_init_kv_cache(slowar_session * session, int32_t max_seq_len, slowar_error * err) {
     return guard(err, [&] {
         auto & s = owned(session).s;
-        if (max_seq_len < 1 || max_seq_len > max_positions) {
-            fail(SLOWAR_ARGUMENT, "max_seq_len is %d, expected 1 to %d", max_seq_len, max_positions);
-        }
+        check_length(max_seq_len);
         s.init_kv_cache(max_seq_len);
     });
 }
@@ -271,17 +294,123 @@ slowar_status slowar_rewind(slowar_session * session, int32_t n_past, slowar_err
     return guard(err, [&] { owned(session).s.rewind(n_past); });
 }
 
+slowar_status slowar_reserve(slowar_session * session, int32_t max_seq_len, slowar_error * err) {
+    return guard(err, [&] {
+        auto & s = owned(session).s;
+        check_length(max_seq_len);
+        s.reserve(max_seq_len);
+    });
+}
+
+slowar_status slowar_copy_prefix(slowar_session * session, const slowar_session * from, int32_t n, slowar_error * err) {
+    return guard(err, [&] { owned(session).s.copy_prefix(owned(from).s, n); });
+}
+
+slowar_status slowar_read_prefix(const slowar_session * session, int32_t n, void * out, uint64_t n_bytes,
+                                 slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        owned(session).s.read_prefix(n, out, n_bytes);
+    });
+}
+
+slowar_status slowar_write_prefix(slowar_session * session, int32_t n, const void * from, uint64_t n_bytes,
+                                  slowar_error * err) {
+    return guard(err, [&] {
+        need(from, "from");
+        owned(session).s.write_prefix(n, from, n_bytes);
+    });
+}
+
+slowar_status slowar_session_estimate(const slowar_model * model, const slowar_session_params * params,
+                                      int32_t max_seq_len, slowar_estimate * out, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        need(params, "params");
+        const auto & w = owned(model).w;
+        check_params(w->hyper, *params);
+        check_length(max_seq_len);
+        *out = session(w, *params).estimate(max_seq_len);
+    });
+}
+
 slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
                                   slowar_error * err) {
     return guard(err, [&] { check_tokens(owned(session).s.hyper(), tokens, n_tokens); });
 }
 
 slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens,
-                                 slowar_logits which, float * hidden, float * logits, slowar_error * err) {
+                                 slowar_logits which, int32_t n_threads, float * hidden, float * logits,
+                                 slowar_error * err) {
     return guard(err, [&] {
         auto & s = owned(session).s;
         check_tokens(s.hyper(), tokens, n_tokens);
-        s.eval_cached(tokens, n_tokens, output_for(which, hidden, logits), hidden, logits);
+        check_threads(n_threads, s.state().n_threads);
+        s.eval_cached(tokens, n_tokens, output_for(which, hidden, logits), n_threads, hidden, logits);
+    });
+}
+
+slowar_status slowar_batch_open(slowar_batch ** out, const slowar_model * model, int32_t n_threads,
+                                const int32_t * extra_ids, int32_t n_extra_ids, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        const auto & w = owned(model).w;
+        check_threads(n_threads);
+        check_extra_ids(w->hyper, extra_ids, n_extra_ids);
+        const std::vector<int32_t> ids(extra_ids, extra_ids + n_extra_ids);
+        *out = std::make_unique<slowar_batch>(w, n_threads, ids).release();
+    });
+}
+
+void slowar_batch_close(slowar_batch * batch) {
+    close(batch);
+}
+
+slowar_status slowar_batch_get_state(const slowar_batch * batch, slowar_batch_state * out, slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        const evaluator & e = owned(batch).e;
+        *out                = { e.n_threads(), e.n_planned(), e.n_bytes() };
+    });
+}
+
+slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
+                                slowar_logits which, int32_t n_threads, float * hidden, float * logits,
+                                slowar_error * err) {
+    return guard(err, [&] {
+        slowar_batch & b = owned(batch);
+        need(items, "items");
+        if (n_items < 1 || n_items > max_items) {
+            fail(SLOWAR_ARGUMENT, "%d items, expected 1 to %d", n_items, max_items);
+        }
+        check_threads(n_threads, b.e.n_threads());
+        std::vector<task> tasks;
+        for (int32_t i = 0; i < n_items; i++) {
+            const slowar_batch_item & item = items[i];
+            session &                 s    = owned(item.session).s;
+            if (s.model() != b.w.get()) {
+                fail(SLOWAR_ARGUMENT, "item %d: its session is on another model", i);
+            }
+            if (s.extra_ids() != b.e.extra_ids()) {
+                fail(SLOWAR_ARGUMENT, "item %d: its session has other extra ids than the batch", i);
+            }
+            check_tokens(s.hyper(), item.tokens, item.n_tokens, text("item %d: ", i).c_str());
+            tasks.push_back(s.next(item.tokens, item.n_tokens, text("item %d: ", i).c_str()));
+            for (int32_t j = 0; j < i; j++) {
+                if (items[j].session == item.session) {
+                    fail(SLOWAR_ARGUMENT, "item %d: its session is item %d's too", i, j);
+                }
+            }
+            if ((tasks[0].attention == attention_path::reference) !=
+                (tasks[size_t(i)].attention == attention_path::reference)) {
+                fail(SLOWAR_ARGUMENT, "item %d: one of its and item 0's session uses the reference, the other does not",
+                     i);
+            }
+        }
+        b.e.eval(tasks, output_for(which, hidden, logits), n_threads, hidden, logits);
+        for (int32_t i = 0; i < n_items; i++) {
+            owned(items[i].session).s.advance(items[i].n_tokens);
+        }
     });
 }
 
@@ -307,8 +436,7 @@ slowar_status slowar_trace_select(slowar_session * session, const char * const *
             need(names[i], "a name");
             selected.emplace_back(names[i]);
         }
-        s.trace_names = std::move(selected);
-        s.traces.clear();
+        s.select_traces(std::move(selected));
     });
 }
 
@@ -316,7 +444,7 @@ slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_
                                slowar_error * err) {
     return guard(err, [&] {
         need(ne, "ne");
-        const trace & t = at(owned(session).s.traces, i, "trace");
+        const trace & t = at(owned(session).s.traces(), i, "trace");
         std::copy_n(t.ne, GGML_MAX_DIMS, ne);
         if (data) {
             std::copy(t.values.begin(), t.values.end(), data);

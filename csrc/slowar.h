@@ -181,10 +181,10 @@ typedef enum slowar_logits {
 typedef struct slowar_session_params {
     int32_t          n_threads; /* 1 .. 512 CPU threads, the caller's included */
     slowar_attention attention;
-    const char *     kv_type;   /* of the cache: "f16", "bf16", "f32" or "q8_0" */
-    int32_t          n_batch;   /* compute memory of this many positions is set aside with the cache; 0: of one */
-    const int32_t *  extra_ids; /* n_extra_ids token ids, at most 256, whose logits follow the semantic ones */
-    int32_t          n_extra_ids;
+    const char *     kv_type; /* of the cache: "f16", "bf16", "f32" or "q8_0" */
+    int32_t n_batch; /* compute memory of this many positions is set aside with the cache; 0: of one, -1: none */
+    const int32_t * extra_ids; /* n_extra_ids token ids, at most 256, whose logits follow the semantic ones */
+    int32_t         n_extra_ids;
 } slowar_session_params;
 
 typedef struct slowar_session_state {
@@ -193,6 +193,7 @@ typedef struct slowar_session_state {
     int32_t          n_threads;
     int32_t          n_splits;  /* parts in which the scheduler cut the last step's graph */
     slowar_attention attention; /* REFERENCE or FLASH, once there is a cache */
+    int64_t          n_planned; /* graphs built for evaluations so far; the others found theirs ready */
     uint64_t         n_bytes_kv;
     uint64_t         n_bytes_compute;
 } slowar_session_state;
@@ -213,6 +214,31 @@ slowar_status slowar_clear_kv_cache(slowar_session * session, slowar_error * err
 /* Forgets the positions from n_past on; memory is kept. reset is rewind to 0. */
 slowar_status slowar_rewind(slowar_session * session, int32_t n_past, slowar_error * err);
 
+/* A cache of at least max_seq_len positions with the same past: both exist while it is copied. Needs a cache. */
+slowar_status slowar_reserve(slowar_session * session, int32_t max_seq_len, slowar_error * err);
+
+/* The first n positions of `from` become all that `session` has. Both have a cache, of one model and KV type. `from` must
+ * not be evaluated meanwhile. Only used slots are copied, from device to device where that is possible. */
+slowar_status slowar_copy_prefix(slowar_session * session, const slowar_session * from, int32_t n, slowar_error * err);
+
+/* The first n positions as bytes, layer after layer, each its n keys, then its n values, in the cache's type. n_bytes is
+ * n times n_bytes_kv / max_seq_len. Writing makes them all that the session has. */
+slowar_status slowar_read_prefix(const slowar_session * session, int32_t n, void * out, uint64_t n_bytes,
+                                 slowar_error * err);
+slowar_status slowar_write_prefix(slowar_session * session, int32_t n, const void * from, uint64_t n_bytes,
+                                  slowar_error * err);
+
+/* Memory that a session with these parameters would take for a cache of max_seq_len positions. Nothing is taken. */
+typedef struct slowar_estimate {
+    uint64_t n_bytes_kv_host;
+    uint64_t n_bytes_kv_device;
+    uint64_t n_bytes_compute_host;
+    uint64_t n_bytes_compute_device;
+} slowar_estimate;
+
+slowar_status slowar_session_estimate(const slowar_model * model, const slowar_session_params * params,
+                                      int32_t max_seq_len, slowar_estimate * out, slowar_error * err);
+
 /* What slowar_eval_cached checks first, for a prompt that will be evaluated in several parts: every id in 0 .. n_vocab-1
  * and, on semantic positions, every code in 0 .. codebook_size-1. The message counts as the
  * array of the Python side does: row 0 is the id, rows 1 .. n_codebook are codes, columns are positions. */
@@ -220,13 +246,47 @@ slowar_status slowar_check_tokens(const slowar_session * session, const int32_t 
                                   slowar_error * err);
 
 /* The one computation. Evaluates n_tokens positions behind the n_past there are, then moves n_past.
- *   tokens  [n_tokens][1 + n_codebook], position-major
- *   which   the logits wanted; none, and the head is not computed
- *   hidden  [n_embd], of the last position, or NULL
- *   logits  [n_vocab] or [n_semantic + n_extra_ids], of the last position, or NULL
+ *   tokens     [n_tokens][1 + n_codebook], position-major
+ *   which      the logits wanted; none, and the head is not computed
+ *   n_threads  1 .. those that the session was opened with
+ *   hidden     [n_embd], of the last position, or NULL
+ *   logits     [n_vocab] or [n_semantic + n_extra_ids], of the last position, or NULL
  * With neither hidden nor logits wanted nothing is computed behind the last layer's keys and values (flash). */
 slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens,
-                                 slowar_logits which, float * hidden, float * logits, slowar_error * err);
+                                 slowar_logits which, int32_t n_threads, float * hidden, float * logits,
+                                 slowar_error * err);
+
+/* ---- batches ---------------------------------------------------------------------------------------------------- */
+
+/* Threads and compute memory for evaluations of several sessions at once. */
+typedef struct slowar_batch slowar_batch;
+
+/* extra_ids as a session has them. */
+slowar_status slowar_batch_open(slowar_batch ** out, const slowar_model * model, int32_t n_threads,
+                                const int32_t * extra_ids, int32_t n_extra_ids, slowar_error * err);
+void          slowar_batch_close(slowar_batch * batch); /* NULL is fine */
+
+typedef struct slowar_batch_state {
+    int32_t  n_threads;
+    int64_t  n_planned; /* as a session has it */
+    uint64_t n_bytes_compute;
+} slowar_batch_state;
+
+slowar_status slowar_batch_get_state(const slowar_batch * batch, slowar_batch_state * out, slowar_error * err);
+
+/* What one session evaluates. */
+typedef struct slowar_batch_item {
+    slowar_session * session;
+    const int32_t *  tokens; /* [n_tokens][1 + n_codebook] */
+    int32_t          n_tokens;
+} slowar_batch_item;
+
+/* slowar_eval_cached for 1 .. 256 sessions of the batch's model, each at its own position, in one graph: every weight is
+ * read once for all. A session appears once; all use the reference or none does. hidden and logits have a row for each
+ * item. All or nothing: a failure moves no session and names the item that it was about. */
+slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
+                                slowar_logits which, int32_t n_threads, float * hidden, float * logits,
+                                slowar_error * err);
 
 /* ---- looking inside --------------------------------------------------------------------------------------------- */
 

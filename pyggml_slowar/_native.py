@@ -23,7 +23,7 @@ from . import errors
 T = TypeVar("T")
 C = TypeVar("C", bound="Closing")
 
-ABI = 2
+ABI = 3
 """The ``slowar_abi`` this package was written against."""
 
 _HERE = Path(__file__).parent
@@ -81,6 +81,7 @@ for _struct in re.findall(r"^} (slowar_\w+);", _header, re.MULTILINE):
 for _type in (
     "slowar_model **",
     "slowar_session **",
+    "slowar_batch **",
     "char[]",
     "double *",
     "float[]",

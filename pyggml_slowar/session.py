@@ -13,6 +13,7 @@ import numpy.typing as npt
 from . import errors
 from ._arrays import Flat, as_frame, as_int, as_prompt
 from ._native import Closing, Handle, call, ffi, lib, text
+from ._threads import Threads
 from .device import default_threads
 from .model import Model
 
@@ -105,8 +106,10 @@ class Session(Closing):
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
     ) -> None:
+        adapt = n_threads is None
         n_threads = default_threads() if n_threads is None else n_threads
         n_threads = as_int("n_threads", n_threads, 1, _MAX_THREADS)
+        self._threads = Threads(n_threads, adapt=adapt)
         c = model.config
         extra = [as_int("an extra id", i, 0, c.n_vocab - 1) for i in extra_ids]
         self.model = model
@@ -296,15 +299,18 @@ class Session(Closing):
             for at in range(0, n, chunk):
                 part = flat[at : at + chunk]
                 last = at + chunk >= n
+                mark = self._threads.before()
                 call(
                     lib.slowar_eval_cached,
                     pointer,
                     _int32(part),
                     len(part),
                     which,
+                    self._threads.n,
                     _float32(hidden) if last else ffi.NULL,
                     _float32(logits) if last and which else ffi.NULL,
                 )
+                self._threads.after(mark)
                 self._refresh(pointer)
                 if progress is not None:
                     progress(at + len(part), n)
@@ -396,7 +402,7 @@ class Session(Closing):
 
     @property
     def n_threads(self) -> int:
-        """CPU threads of an evaluation."""
+        """CPU threads that an evaluation may use; the last one that was left to adapt may use fewer."""
         return int(self._state.n_threads)
 
     @property

@@ -1,0 +1,334 @@
+#include "evaluator.h"
+
+#include "attention.h"
+#include "error.h"
+#include "platform.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace slowar {
+
+// The documented size, once for steps and once for batches; the largest model that config.cpp lets through needs half.
+static const size_t context_bytes = 10 * 1024 * 1024;
+
+// A cache is looked at in blocks of this many slots where a graph depends on it, so that it serves as many steps.
+static const int32_t kv_block = 256;
+
+//
+// planned_graph
+//
+
+// A scheduler takes memory for every node to be a part of its own with inputs to copy (GGML_SCHED_MAX_SPLIT_INPUTS is 30),
+// all but a little of which is never touched, and does not look whether it got it.
+static void check_scheduler_memory(size_t max_nodes) {
+    const size_t n_bytes = max_nodes * (2 * 30 + 4) * sizeof(ggml_tensor);
+    if (!can_allocate(n_bytes)) {
+        fail(SLOWAR_MEMORY, "no address space for a scheduler of %zu nodes (%.1f MiB)", max_nodes,
+             double(n_bytes) / (1 << 20));
+    }
+}
+
+// The allocator's notes on a graph: well under 1 KiB a node, and again nobody looks whether they were had.
+static void check_plan_memory(ggml_cgraph * nodes) {
+    const size_t n_bytes = (size_t(2) << 20) + size_t(ggml_graph_n_nodes(nodes)) * 1024;
+    if (!can_allocate(n_bytes)) {
+        fail(SLOWAR_MEMORY, "no memory to plan a graph of %d nodes", ggml_graph_n_nodes(nodes));
+    }
+}
+
+// Room for the nodes and leaves of a graph. A lone reference has the documented one; else what a layer (fewer than 64), a
+// codebook, an extra id and a segment in a layer can come to.
+static size_t room_for(const config & c, const graph_shape & shape, size_t n_extra_ids) {
+    const bool   is_reference = shape.segments[0].attention == attention_path::reference;
+    const size_t n_segments   = shape.segments.size();
+    const size_t n_nodes      = size_t(64 * c.n_layer + 4 * c.n_codebook) + 4 * n_extra_ids + 128 +
+                                (n_segments - 1) * size_t((is_reference ? 40 : 24) * c.n_layer + 8);
+    return is_reference ? std::max(n_nodes, max_graph_nodes) : n_nodes;
+}
+
+void planned_graph::make_room(const graph_shape & shape, size_t n_extra_ids) {
+    const size_t max_nodes = room_for(w_.hyper, shape, n_extra_ids);
+    if (max_nodes > max_nodes_) {
+        forget();
+        max_nodes_ = max_nodes;
+    }
+    if (!sched_) {
+        check_scheduler_memory(max_nodes_);
+        sched_.reset(ggml_backend_sched_new(backends_.data(), nullptr, int(backends_.size()), max_nodes_,
+                                            /*parallel =*/false, /*op_offload =*/false));
+    }
+    const size_t n_bytes = shape.segments.size() == 1 ? context_bytes
+                                                      : ggml_graph_overhead_custom(max_nodes_, /*grads =*/false) +
+                                                            max_nodes_ * ggml_tensor_overhead();
+    if (n_bytes > context_bytes_) {
+        context_.reset();
+        buffer_.reset(new uint8_t[n_bytes]);
+        context_bytes_ = n_bytes;
+    }
+}
+
+const graph & planned_graph::build(const std::vector<int32_t> & extra_ids, int n_threads, const graph_shape & shape) {
+    make_room(shape, extra_ids.size());
+    drop();
+    context_.reset();
+    context_.reset(ggml_init({ context_bytes_, buffer_.get(), /*no_alloc =*/true }));
+    graph_ = build_graph(context_.get(), { w_, extra_ids, n_threads, max_nodes_ }, shape);
+    shape_ = shape;
+    return graph_;
+}
+
+void planned_graph::reserve() {
+    check_plan_memory(graph_.nodes);
+    const size_t mark = log_mark();
+    if (!ggml_backend_sched_reserve(sched_.get(), graph_.nodes)) {
+        no_memory(mark);
+    }
+}
+
+std::vector<size_t> planned_graph::measure() {
+    check_plan_memory(graph_.nodes);
+    std::vector<size_t> sizes(backends_.size());
+    ggml_backend_sched_reserve_size(sched_.get(), graph_.nodes, sizes.data());
+    return sizes;
+}
+
+void planned_graph::allocate() {
+    check_plan_memory(graph_.nodes);
+    const size_t mark = log_mark();
+    if (!ggml_backend_sched_alloc_graph(sched_.get(), graph_.nodes)) {
+        no_memory(mark);
+    }
+    ready_ = true;
+}
+
+// A scheduler that found no memory takes its plan for a good one the next time: it must not see a next time.
+void planned_graph::no_memory(size_t mark) {
+    ready_ = false;
+    sched_.reset();
+    fail(SLOWAR_MEMORY, "no compute memory for %d positions: %s", shape_.n_tokens(), log_since(mark).c_str());
+}
+
+ggml_status planned_graph::compute() {
+    return ggml_backend_sched_graph_compute(sched_.get(), graph_.nodes);
+}
+
+void planned_graph::drop() {
+    ready_ = false;
+    if (sched_) {
+        ggml_backend_sched_reset(sched_.get());
+    }
+}
+
+void planned_graph::forget() {
+    ready_ = false;
+    sched_.reset();
+}
+
+uint64_t planned_graph::n_bytes() const {
+    uint64_t n = 0;
+    for (ggml_backend_t backend : backends_) {
+        n += sched_ ? ggml_backend_sched_get_buffer_size(sched_.get(), backend) : 0;
+    }
+    return n;
+}
+
+int planned_graph::n_splits() const {
+    return sched_ ? ggml_backend_sched_get_n_splits(sched_.get()) : 0;
+}
+
+//
+// evaluator
+//
+
+// The CPU comes last: the scheduler wants it so.
+static std::vector<ggml_backend_t> in_order(const ggml_backend_ptr & gpu, const ggml_backend_ptr & cpu) {
+    return gpu ? std::vector<ggml_backend_t>{ gpu.get(), cpu.get() } : std::vector<ggml_backend_t>{ cpu.get() };
+}
+
+evaluator::evaluator(std::shared_ptr<const weights> w, int32_t n_threads, std::vector<int32_t> extra_ids)
+    : w_(std::move(w)), n_threads_(n_threads), extra_ids_(std::move(extra_ids)), threads_(start_threads(n_threads)),
+      gpu_(w_->info.n_gpu_layers > 0 ? open_backend(w_->device) : nullptr), cpu_(open_backend(cpu_device())),
+      step_(*w_, in_order(gpu_, cpu_)), batch_(*w_, in_order(gpu_, cpu_)) {
+    use_threads(cpu_.get(), threads_.get(), n_threads_);
+}
+
+planned_graph & evaluator::plan_for(const graph_shape & shape) {
+    return shape.n_tokens() == int(shape.segments.size()) ? step_ : batch_;
+}
+
+graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) const {
+    graph_shape shape;
+    shape.out = out;
+    for (const task & t : tasks) {
+        segment s;
+        s.cache     = t.cache;
+        s.cache_id  = t.cache->id();
+        s.attention = t.attention;
+        s.n_tokens  = t.n_tokens;
+
+        const int32_t n_kv = t.n_past + t.n_tokens;
+        // ggml's tiled kernel takes these two types only; with others it would sum in another order, and round.
+        const bool tiled = t.cache->type() == GGML_TYPE_F16 || t.cache->type() == GGML_TYPE_F32;
+        if (t.attention == attention_path::reference) {
+            s.n_past = t.n_past;
+        } else if (t.attention == attention_path::flash) {
+            s.n_kv = std::min(GGML_PAD(n_kv, kv_block), t.cache->max_seq_len());
+        } else if (tiled && t.n_tokens >= cpu_attention_limit) {
+            s.n_kv = n_kv;
+        }
+        shape.segments.push_back(s);
+    }
+    return shape;
+}
+
+const graph & evaluator::graph_of(const std::vector<task> & tasks, output out) {
+    const graph_shape shape = shape_of(tasks, out);
+    return plan_for(shape).build(extra_ids_, n_threads_, shape);
+}
+
+void evaluator::reserve(const std::vector<task> & tasks) {
+    graph_of(tasks, output::full);
+    plan_for(shape_of(tasks, output::full)).reserve();
+}
+
+std::vector<size_t> evaluator::measure(const std::vector<task> & tasks) {
+    graph_of(tasks, output::full);
+    return plan_for(shape_of(tasks, output::full)).measure();
+}
+
+bool evaluator::has_operations(const graph & g) const {
+    for (int i = 0; i < ggml_graph_n_nodes(g.nodes); i++) {
+        const ggml_tensor * t = ggml_graph_node(g.nodes, i);
+        if ((t->op == GGML_OP_FLASH_ATTN_EXT || t->op == GGML_OP_SET_ROWS) &&
+            !ggml_backend_dev_supports_op(w_->device, t)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void evaluator::forget() {
+    step_.forget();
+    batch_.forget();
+}
+
+void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_threads, float * hidden, float * logits) {
+    const graph_shape shape = shape_of(tasks, out);
+    planned_graph &   plan  = plan_for(shape);
+    if (!trace_names.empty()) {
+        mark_traces(plan.build(extra_ids_, n_threads_, shape));
+        plan.reserve();  // a plan made without the marks would let other nodes write over what they keep
+        mark_traces(plan.build(extra_ids_, n_threads_, shape));
+        plan.allocate();
+    } else if (!plan.is_ready(shape)) {
+        plan.build(extra_ids_, n_threads_, shape);
+        plan.allocate();
+        n_planned_++;
+    }
+    const graph & g = plan.get();
+    set_inputs(g, tasks);
+    use_threads(cpu_.get(), threads_.get(), n_threads);
+
+    const size_t      mark   = log_mark();
+    const ggml_status status = plan.compute();
+    if (status == GGML_STATUS_SUCCESS) {
+        if (hidden && g.hidden) {
+            ggml_backend_tensor_get(g.hidden, hidden, 0, ggml_nbytes(g.hidden));
+        }
+        if (logits && g.logits) {
+            ggml_backend_tensor_get(g.logits, logits, 0, ggml_nbytes(g.logits));
+        }
+        read_traces(g);
+    }
+    const bool is_reference = shape.segments[0].attention == attention_path::reference;
+    if (is_reference || !trace_names.empty() || status != GGML_STATUS_SUCCESS) {
+        plan.drop();
+    }
+    if (status != GGML_STATUS_SUCCESS) {
+        fail(status == GGML_STATUS_ALLOC_FAILED ? SLOWAR_MEMORY : SLOWAR_COMPUTE,
+             "evaluating %d positions failed (%s): %s", shape.n_tokens(), ggml_status_to_string(status),
+             log_since(mark).c_str());
+    }
+}
+
+// 0 where a position sees a slot, else -inf.
+static std::vector<ggml_fp16_t> mask_of(const task & t, size_t n_kv) {
+    std::vector<ggml_fp16_t> mask(size_t(t.n_tokens) * n_kv, ggml_fp32_to_fp16(-INFINITY));
+    for (int32_t i = 0; i < t.n_tokens; i++) {
+        std::fill_n(mask.begin() + ptrdiff_t(size_t(i) * n_kv), t.n_past + i + 1, ggml_fp32_to_fp16(0.0f));
+    }
+    return mask;
+}
+
+void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) const {
+    const auto set = [](ggml_tensor * t, const auto & values) {
+        if (t && t->buffer) {  // an input that no node reads has no memory
+            ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
+        }
+    };
+    const config & c = w_->hyper;
+    size_t         n = 0;
+    for (const task & t : tasks) {
+        n += size_t(t.n_tokens);
+    }
+    std::vector<int32_t> ids(n), positions(n), codes(n * size_t(c.n_codebook), 0), last, last_positions;
+    std::vector<int64_t> slots(n);
+    std::vector<float>   semantic(n), embd_scale(n, 1.0f);
+    size_t               column = 0;
+    for (size_t i = 0; i < tasks.size(); i++) {
+        for (int32_t t = 0; t < tasks[i].n_tokens; t++, column++) {
+            const int32_t * at = tasks[i].tokens + size_t(t) * size_t(c.n_row());
+            ids[column]        = at[0];
+            positions[column]  = tasks[i].n_past + t;
+            slots[column]      = positions[column];
+            semantic[column]   = c.is_semantic(at[0]) ? 1.0f : 0.0f;
+            if (c.is_semantic(at[0])) {
+                embd_scale[column] = 1.0f / std::sqrt(float(c.n_row()));
+                for (int32_t cb = 0; cb < c.n_codebook; cb++) {
+                    codes[size_t(cb) * n + column] = at[1 + cb] + cb * c.codebook_size;
+                }
+            }
+        }
+        last.push_back(int32_t(column) - 1);
+        last_positions.push_back(positions[column - 1]);
+        if (ggml_tensor * mask = g.in.masks[i]) {
+            set(mask, mask_of(tasks[i], size_t(mask->ne[0])));
+        }
+    }
+    set(g.in.tokens, ids);
+    set(g.in.codes, codes);
+    set(g.in.semantic, semantic);
+    set(g.in.positions, positions);
+    set(g.in.slots, slots);
+    set(g.in.embd_scale, embd_scale);
+    set(g.in.last, last);
+    set(g.in.last_positions, last_positions);
+}
+
+// An output keeps its memory until the graph is done; so must what a view looks at.
+void evaluator::mark_traces(const graph & g) const {
+    for (const std::string & name : trace_names) {
+        ggml_tensor * t = ggml_graph_get_tensor(g.nodes, name.c_str());
+        if (!t || t->op == GGML_OP_NONE || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t)) {
+            fail(SLOWAR_ARGUMENT, "the graph has no contiguous f32 tensor named \"%s\"", name.c_str());
+        }
+        for (; t; t = t->view_src) {
+            ggml_set_output(t);
+        }
+    }
+}
+
+void evaluator::read_traces(const graph & g) {
+    traces.clear();
+    for (const std::string & name : trace_names) {
+        const ggml_tensor * t = ggml_graph_get_tensor(g.nodes, name.c_str());
+        trace               kept;
+        std::copy_n(t->ne, GGML_MAX_DIMS, kept.ne);
+        kept.values.resize(size_t(ggml_nelements(t)));
+        ggml_backend_tensor_get(t, kept.values.data(), 0, ggml_nbytes(t));
+        traces.push_back(std::move(kept));
+    }
+}
+
+}  // namespace slowar
