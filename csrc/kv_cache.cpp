@@ -45,10 +45,11 @@ static ggml_tensor * slots(ggml_context * ctx, ggml_tensor * cache, int il, int 
                         size_t(il) * cache->nb[3] + size_t(slot) * cache->nb[2]);
 }
 
-template <typename function_t> void kv_cache::each_layer(int32_t n, function_t f) const {
+template <typename function_t> void kv_cache::each_layer(int32_t first, int32_t n, function_t f) const {
     for (int64_t il = 0; il < k_->ne[3]; il++) {
-        f(k_, size_t(il) * k_->nb[3], size_t(n) * k_->nb[2]);
-        f(v_, size_t(il) * v_->nb[3], size_t(n) * v_->nb[2]);
+        for (ggml_tensor * x : { k_, v_ }) {
+            f(x, size_t(il) * x->nb[3] + size_t(first) * x->nb[2], size_t(n) * x->nb[2]);
+        }
     }
 }
 
@@ -66,19 +67,19 @@ void kv_cache::copy(const kv_cache & from, int32_t n) {
     }
 }
 
-void kv_cache::read(void * out, int32_t n) const {
+void kv_cache::read(int32_t first, int32_t n, void * out) const {
     char * to = static_cast<char *>(out);
-    each_layer(n, [&](const ggml_tensor * cache, size_t layer, size_t n_bytes) {
-        ggml_backend_tensor_get(cache, to, layer, n_bytes);
+    each_layer(first, n, [&](const ggml_tensor * cache, size_t offset, size_t n_bytes) {
+        ggml_backend_tensor_get(cache, to, offset, n_bytes);
         to += n_bytes;
     });
 }
 
-void kv_cache::write(const void * in, int32_t n) {
-    const char * from = static_cast<const char *>(in);
-    each_layer(n, [&](ggml_tensor * cache, size_t layer, size_t n_bytes) {
-        ggml_backend_tensor_set(cache, from, layer, n_bytes);
-        from += n_bytes;
+void kv_cache::write(int32_t first, int32_t n, const void * from) {
+    const char * at = static_cast<const char *>(from);
+    each_layer(first, n, [&](ggml_tensor * cache, size_t offset, size_t n_bytes) {
+        ggml_backend_tensor_set(cache, at, offset, n_bytes);
+        at += n_bytes;
     });
 }
 

@@ -45,13 +45,13 @@ class kv_cache {
     // The first n positions of another cache of the same model and type.
     void copy(const kv_cache & from, int32_t n);
 
-    // The first n positions as bytes: layer after layer, each its n keys, then its n values.
-    void read(void * out, int32_t n) const;
-    void write(const void * from, int32_t n);
+    // n positions from `first` on as bytes: layer after layer, each its n keys, then its n values.
+    void read(int32_t first, int32_t n, void * out) const;
+    void write(int32_t first, int32_t n, const void * from);
 
   private:
-    // Runs f(keys or values, offset of a layer in them, bytes of its first n positions) in the order of `read`.
-    template <typename function_t> void each_layer(int32_t n, function_t f) const;
+    // Runs f(keys or values, offset and size of those positions of a layer) in the order of `read`.
+    template <typename function_t> void each_layer(int32_t first, int32_t n, function_t f) const;
 
     uint64_t                id_;
     ggml_context_ptr        ctx_;

@@ -119,29 +119,26 @@ void session::copy_prefix(const session & from, int32_t n) {
     n_past_ = n;
 }
 
-void session::check_prefix(int32_t n, int32_t most, uint64_t n_bytes) const {
-    const uint64_t each = need_cache().n_bytes_each();
-    if (n < 0 || n > most) {
-        fail(SLOWAR_ARGUMENT, "n is %d, expected 0 to %d", n, most);
+void session::check_range(int32_t first, int32_t n, int32_t most, uint64_t n_bytes) const {
+    const uint64_t expected = need_cache().n_bytes_each() * uint64_t(std::max(n, 0));
+    if (first < 0 || first > n_past_ || n < 1 || n > most - first) {
+        fail(SLOWAR_ARGUMENT, "%d positions from %d on, expected 1 or more within 0 to %d, beginning at most at %d", n,
+             first, most, n_past_);
     }
-    if (n_bytes != each * uint64_t(n)) {
-        fail(SLOWAR_ARGUMENT, "n_bytes is %" PRIu64 ", expected %" PRIu64, n_bytes, each * uint64_t(n));
-    }
-}
-
-void session::read_prefix(int32_t n, void * out, uint64_t n_bytes) const {
-    check_prefix(n, n_past_, n_bytes);
-    if (n > 0) {
-        cache_->read(out, n);
+    if (n_bytes != expected) {
+        fail(SLOWAR_ARGUMENT, "n_bytes is %" PRIu64 ", expected %" PRIu64, n_bytes, expected);
     }
 }
 
-void session::write_prefix(int32_t n, const void * from, uint64_t n_bytes) {
-    check_prefix(n, need_cache().max_seq_len(), n_bytes);
-    if (n > 0) {
-        cache_->write(from, n);
-    }
-    n_past_ = n;
+void session::read_kv(int32_t first, int32_t n, void * out, uint64_t n_bytes) const {
+    check_range(first, n, n_past_, n_bytes);
+    cache_->read(first, n, out);
+}
+
+void session::write_kv(int32_t first, int32_t n, const void * from, uint64_t n_bytes) {
+    check_range(first, n, need_cache().max_seq_len(), n_bytes);
+    cache_->write(first, n, from);
+    n_past_ = first + n;
 }
 
 task session::next(const int32_t * tokens, int32_t n_tokens, const char * whose) const {

@@ -20,9 +20,9 @@ class session {
     // The first n positions become another session's, and there are no more.
     void copy_prefix(const session & from, int32_t n);
 
-    // The same as bytes: what kv_cache::read gives.
-    void read_prefix(int32_t n, void * out, uint64_t n_bytes) const;
-    void write_prefix(int32_t n, const void * from, uint64_t n_bytes);
+    // n positions from `first` on as kv_cache::read gives them. Written, they are the last there are.
+    void read_kv(int32_t first, int32_t n, void * out, uint64_t n_bytes) const;
+    void write_kv(int32_t first, int32_t n, const void * from, uint64_t n_bytes);
 
     // tokens are position-major and already checked. hidden and logits may be nullptr.
     void eval_cached(const int32_t * tokens, int32_t n_tokens, output out, int32_t n_threads, float * hidden,
@@ -54,7 +54,7 @@ class session {
   private:
     const kv_cache &   need_cache(const char * whose = "") const;
     ggml_backend_dev_t cache_device() const;
-    void               check_prefix(int32_t n, int32_t most, uint64_t n_bytes) const;
+    void               check_range(int32_t first, int32_t n, int32_t most, uint64_t n_bytes) const;
     std::vector<task>  far_end(int32_t n_tokens) const;
     void               choose_path();
 

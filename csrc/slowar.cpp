@@ -306,19 +306,19 @@ slowar_status slowar_copy_prefix(slowar_session * session, const slowar_session 
     return guard(err, [&] { owned(session).s.copy_prefix(owned(from).s, n); });
 }
 
-slowar_status slowar_read_prefix(const slowar_session * session, int32_t n, void * out, uint64_t n_bytes,
-                                 slowar_error * err) {
+slowar_status slowar_read_kv(const slowar_session * session, int32_t first, int32_t n, void * out, uint64_t n_bytes,
+                             slowar_error * err) {
     return guard(err, [&] {
         need(out, "out");
-        owned(session).s.read_prefix(n, out, n_bytes);
+        owned(session).s.read_kv(first, n, out, n_bytes);
     });
 }
 
-slowar_status slowar_write_prefix(slowar_session * session, int32_t n, const void * from, uint64_t n_bytes,
-                                  slowar_error * err) {
+slowar_status slowar_write_kv(slowar_session * session, int32_t first, int32_t n, const void * from, uint64_t n_bytes,
+                              slowar_error * err) {
     return guard(err, [&] {
         need(from, "from");
-        owned(session).s.write_prefix(n, from, n_bytes);
+        owned(session).s.write_kv(first, n, from, n_bytes);
     });
 }
 
@@ -334,9 +334,9 @@ slowar_status slowar_session_estimate(const slowar_model * model, const slowar_s
     });
 }
 
-slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
+slowar_status slowar_check_tokens(const slowar_model * model, const int32_t * tokens, int32_t n_tokens,
                                   slowar_error * err) {
-    return guard(err, [&] { check_tokens(owned(session).s.hyper(), tokens, n_tokens); });
+    return guard(err, [&] { check_tokens(owned(model).w->hyper, tokens, n_tokens); });
 }
 
 slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens,
@@ -391,7 +391,7 @@ slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * 
             if (s.model() != b.w.get()) {
                 fail(SLOWAR_ARGUMENT, "item %d: its session is on another model", i);
             }
-            if (s.extra_ids() != b.e.extra_ids()) {
+            if (logits && which == SLOWAR_LOGITS_SEMANTIC && s.extra_ids() != b.e.extra_ids()) {
                 fail(SLOWAR_ARGUMENT, "item %d: its session has other extra ids than the batch", i);
             }
             check_tokens(s.hyper(), item.tokens, item.n_tokens, text("item %d: ", i).c_str());

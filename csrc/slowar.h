@@ -146,6 +146,7 @@ typedef struct slowar_tensor {
     int64_t      ne[4];    /* ggml order, fastest first */
     int32_t      n_dims;
     uint64_t     n_bytes;
+    uint64_t     offset; /* in the file */
     slowar_place place;
 } slowar_tensor;
 
@@ -221,12 +222,12 @@ slowar_status slowar_reserve(slowar_session * session, int32_t max_seq_len, slow
  * not be evaluated meanwhile. Only used slots are copied, from device to device where that is possible. */
 slowar_status slowar_copy_prefix(slowar_session * session, const slowar_session * from, int32_t n, slowar_error * err);
 
-/* The first n positions as bytes, layer after layer, each its n keys, then its n values, in the cache's type. n_bytes is
- * n times n_bytes_kv / max_seq_len. Writing makes them all that the session has. */
-slowar_status slowar_read_prefix(const slowar_session * session, int32_t n, void * out, uint64_t n_bytes,
-                                 slowar_error * err);
-slowar_status slowar_write_prefix(slowar_session * session, int32_t n, const void * from, uint64_t n_bytes,
-                                  slowar_error * err);
+/* n positions from `first` on as bytes, layer after layer, each its n keys, then its n values, in the cache's type. n_bytes
+ * is n times n_bytes_kv / max_seq_len. What is written, at most from the position on, is the end of what there is then. */
+slowar_status slowar_read_kv(const slowar_session * session, int32_t first, int32_t n, void * out, uint64_t n_bytes,
+                             slowar_error * err);
+slowar_status slowar_write_kv(slowar_session * session, int32_t first, int32_t n, const void * from, uint64_t n_bytes,
+                              slowar_error * err);
 
 /* Memory that a session with these parameters would take for a cache of max_seq_len positions. Nothing is taken. */
 typedef struct slowar_estimate {
@@ -242,7 +243,7 @@ slowar_status slowar_session_estimate(const slowar_model * model, const slowar_s
 /* What slowar_eval_cached checks first, for a prompt that will be evaluated in several parts: every id in 0 .. n_vocab-1
  * and, on semantic positions, every code in 0 .. codebook_size-1. The message counts as the
  * array of the Python side does: row 0 is the id, rows 1 .. n_codebook are codes, columns are positions. */
-slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
+slowar_status slowar_check_tokens(const slowar_model * model, const int32_t * tokens, int32_t n_tokens,
                                   slowar_error * err);
 
 /* The one computation. Evaluates n_tokens positions behind the n_past there are, then moves n_past.

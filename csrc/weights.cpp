@@ -226,6 +226,7 @@ void weights::describe(const wanted & w) {
     std::copy_n(t->ne, GGML_MAX_DIMS, out.ne);
     out.n_bytes = ggml_nbytes(t);
     out.n_dims  = w.n_dims;
+    out.offset  = w.source->offset;
     out.place   = w.where;
     table.push_back(out);
 

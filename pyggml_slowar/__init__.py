@@ -16,26 +16,36 @@ from .errors import (
     DeviceError,
     DeviceMemoryError,
     ModelFormatError,
+    QueueFullError,
     SessionStateError,
     SlowARError,
 )
-from .model import Config, Model, TensorInfo
+from .model import Config, Estimate, Model, TensorInfo
+from .prefix_cache import PrefixCache, PrefixStats
+from .runner import BatchRunner, Result, RunnerStats
 from .session import Logits, Node, Output, Session, prefill_chunk
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchRunner",
     "ComputeError",
     "Config",
     "ContextFullError",
     "Device",
     "DeviceError",
     "DeviceMemoryError",
+    "Estimate",
     "Logits",
     "Model",
     "ModelFormatError",
     "Node",
     "Output",
+    "PrefixCache",
+    "PrefixStats",
+    "QueueFullError",
+    "Result",
+    "RunnerStats",
     "Session",
     "SessionStateError",
     "SlowARError",

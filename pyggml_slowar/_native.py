@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -164,36 +164,45 @@ class Handle:
     def run(self, body: Callable[[Any], T]) -> T:
         """Call ``body`` with the C pointer, which is this thread's alone until it returns."""
         self.check()
-
-        def checked() -> T:
+        self._check_not_inside()
+        # A bare `with` on the lock, in a plain function: between the parts of a context manager
+        # written in Python, Ctrl-C could leave it taken.
+        with self._lock:
             self.check()
             return body(self._pointer)
 
-        return self._alone(checked)
-
-    def _alone(self, body: Callable[[], T]) -> T:
+    def _check_not_inside(self) -> None:
         # A callback or a signal handler inside a call of this thread. threading.Condition asks the
         # lock the same way; a note of our own could be out of date when a signal comes.
         if self._lock._is_owned():
             raise errors.SessionStateError(
                 f"the {self._noun} is busy: it was called again from inside its own call"
             )
-        # A bare `with` on the lock, in a plain function: between the parts of a context manager
-        # written in Python, Ctrl-C could leave it taken.
-        with self._lock:
-            return body()
 
     def close(self) -> None:
         """Give the object back; twice is fine. In another process than its own: only forget it."""
         if os.getpid() != self._process:
             self._pointer = None  # the destructor does nothing in this process
         else:
-            self._alone(self._release)
+            self._check_not_inside()
+            with self._lock:
+                pointer, self._pointer = self._pointer, None
+                if pointer is not None:
+                    ffi.release(pointer)
 
-    def _release(self) -> None:
-        pointer, self._pointer = self._pointer, None
-        if pointer is not None:
-            ffi.release(pointer)
+
+def together(handles: Sequence[Handle], body: Callable[[list[Any]], T]) -> T:
+    """Call ``body`` with the C pointers of all, which are this thread's alone until it returns."""
+    # In one order everywhere, so that no two callers wait for each other. Each lock has its own
+    # call, for the reason that Handle.run gives.
+    order = sorted(handles, key=id)
+
+    def take(i: int) -> T:
+        if i == len(order):
+            return body([h._pointer for h in handles])
+        return order[i].run(lambda _: take(i + 1))
+
+    return take(0)
 
 
 class Closing:

@@ -18,7 +18,7 @@ except ImportError:  # Windows
 
 _WINDOW = 0.05  # seconds of evaluating that a judgement is made of
 _LOST = 100  # processors lost a second from which the machine counts as shared
-_PATIENCE = (4, 256)  # calm windows before another thread is tried: doubled each time it fails
+_PATIENCE = (4, 32)  # calm windows before another thread is tried: doubled each time it fails
 
 Mark = tuple[float, int]
 
@@ -37,7 +37,7 @@ class Threads:
     def __init__(self, most: int, *, adapt: bool) -> None:
         self.n = most
         self._most = most
-        self._adapts = adapt and most > 1 and resource is not None
+        self.adapts = adapt and most > 1 and resource is not None
         self._seconds = 0.0
         self._lost = 0
         self._calm = 0
@@ -46,7 +46,7 @@ class Threads:
 
     def before(self) -> Mark | None:
         """To be handed to ``after`` when the evaluation is done."""
-        return (time.perf_counter(), _losses()) if self._adapts else None
+        return (time.perf_counter(), _losses()) if self.adapts else None
 
     def after(self, mark: Mark | None) -> None:
         """Judge the evaluation since ``mark``, with those before it if it was short."""

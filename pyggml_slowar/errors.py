@@ -29,3 +29,7 @@ class SessionStateError(SlowARError, RuntimeError):
 
 class ComputeError(SlowARError, RuntimeError):
     """The device failed while evaluating."""
+
+
+class QueueFullError(SlowARError, RuntimeError):
+    """As many requests wait as may."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from . import device as _device
 from ._arrays import as_int
@@ -14,7 +18,12 @@ from ._native import Closing, Handle, call, ffi, lib, text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .session import Logits, Session
+    import numpy.typing as npt
+
+    from ._arrays import Flat
+    from ._batch import Batch, Item
+    from .prefix_cache import PrefixCache
+    from .session import Logits, Output, Session
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,24 @@ class TensorInfo:
     type: str
     shape: tuple[int, ...]
     nbytes: int
+    offset: int
+    """Where it begins in the file."""
     where: str
     """``"mapped"`` (in place in the file), ``"host"``, ``"repacked"`` or ``"device"``."""
+
+
+class Bytes(NamedTuple):
+    host: int
+    device: int
+
+
+class Estimate(NamedTuple):
+    """What ``Model.estimate`` says: bytes beside the CPU and on the device."""
+
+    weights: Bytes
+    """They are there already."""
+    kv: Bytes
+    compute: Bytes
 
 
 _PLACES = ("mapped", "host", "repacked", "device")
@@ -133,6 +158,7 @@ class Model(Closing):
         params.n_gpu_layers = n_gpu_layers
         params.use_mmap = mmap
         params.repack = repack
+        self._file_state = state_of(self.path)
         out = ffi.new("slowar_model **")
         call(lib.slowar_model_open, out, os.fsencode(self.path), params, path=self.path)
         self._handle = Handle(out[0], lib.slowar_model_close, "model")
@@ -151,6 +177,10 @@ class Model(Closing):
         """Bytes of weights, wherever they are."""
         self.n_params: int = info.n_params
         self._n_tensors: int = info.n_tensors
+        self._device_bytes: int = info.n_bytes_device
+        self._lock = threading.Lock()
+        self._batches: dict[tuple[int, bool, tuple[int, ...]], Batch] = {}
+        self._fingerprint: bytes | None = None
         if n_gpu_layers > self.n_gpu_layers:
             why = (
                 f"the model has {self.config.n_layer}"
@@ -170,6 +200,7 @@ class Model(Closing):
         kv_type: str = "f16",
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
+        reserve: bool = True,
     ) -> Session:
         """A new session on this model.
 
@@ -193,6 +224,9 @@ class Model(Closing):
             ``"semantic"`` (the semantic ids, then ``extra_ids``) or ``"none"``.
         extra_ids
             Token ids whose logits follow the semantic ones, such as 151645, ``<|im_end|>``.
+        reserve
+            Set compute memory aside with the cache, so that no later evaluation wants more. False
+            for a session that is only evaluated in batches, which have their own.
 
         Raises
         ------
@@ -213,6 +247,198 @@ class Model(Closing):
             kv_type=kv_type,
             logits=logits,
             extra_ids=extra_ids,
+            reserve=reserve,
+        )
+
+    # ---- several sessions at once
+
+    def eval_batch(
+        self,
+        items: Sequence[Item],
+        *,
+        logits: Logits | None = None,
+        chunk: int = 512,
+    ) -> Output:
+        """Evaluate positions of several sessions in one graph: every weight is read once for all.
+
+        Parameters
+        ----------
+        items
+            1 to 128 pairs (session, tokens): sessions on this model, each at most once, and
+            integers of shape (1 + n_codebook, n) as ``Session.prefill`` takes them. Sessions may
+            differ in position, cache size and KV type; all use the reference attention or none.
+        logits
+            ``"full"``, ``"semantic"`` or ``"none"``; None: as the sessions were opened, which must
+            agree. For semantic logits they must have the same ``extra_ids``.
+        chunk
+            Positions of one evaluation: longer prompts are cut, the first sessions first.
+
+        Returns
+        -------
+        Output
+            Stacked in the order of ``items``: hidden (n items, n_embd), logits (n items, ids).
+
+        Raises
+        ------
+        TypeError, ValueError, ContextFullError, SessionStateError
+            The message names the item. No session has moved.
+        DeviceMemoryError, ComputeError
+            No session has moved.
+        """
+        from ._batch import eval_batch
+
+        return eval_batch(self, items, logits, as_int("chunk", chunk, 1, 2**30))
+
+    def step_batch(
+        self,
+        sessions: Sequence[Session],
+        frames: npt.ArrayLike,
+        *,
+        logits: Logits | None = None,
+    ) -> Output:
+        """One position for each session: ``frames`` are integers (n sessions, 1 + n_codebook).
+
+        Otherwise as ``eval_batch``.
+        """
+        from ._batch import MOST, eval_batch
+
+        rows = np.asarray(frames)
+        if rows.ndim != 2 or len(rows) != len(sessions):
+            raise ValueError(
+                f"frames have shape {rows.shape}, expected "
+                f"({len(sessions)}, {1 + self.config.n_codebook}): one for each session"
+            )
+        return eval_batch(self, list(zip(sessions, rows, strict=True)), logits, MOST, frames=True)
+
+    def prefill_batch(
+        self,
+        sessions: Sequence[Session],
+        prompts: Sequence[npt.ArrayLike],
+        *,
+        logits: Logits | None = None,
+        chunk: int = 512,
+    ) -> Output:
+        """A prompt for each session, of any lengths. Otherwise as ``eval_batch``."""
+        if len(prompts) != len(sessions):
+            raise ValueError(f"{len(prompts)} prompts for {len(sessions)} sessions")
+        return self.eval_batch(
+            list(zip(sessions, prompts, strict=True)), logits=logits, chunk=chunk
+        )
+
+    def _batch_for(self, sessions: Sequence[Session]) -> Batch:
+        from ._batch import Batch
+
+        adapt = all(s._threads.adapts for s in sessions)
+        key = (max(s.n_threads for s in sessions), adapt, sessions[0].extra_ids)
+        with self._lock:
+            if key not in self._batches:
+                self._batches[key] = Batch(self, n_threads=key[0], adapt=adapt, extra_ids=key[2])
+            return self._batches[key]
+
+    # ---- pasts as values
+
+    def load_session(self, path: str | os.PathLike[str], **options: Any) -> Session:
+        """A new session with the past that ``Session.save`` wrote.
+
+        Parameters
+        ----------
+        path
+            A file of this very model: same hyper-parameters, tensors and weights.
+        options
+            As ``session`` has them; ``max_seq_len`` is by default that of the saved session, and
+            KV type and kind of attention are the file's.
+
+        Raises
+        ------
+        FileNotFoundError, PermissionError, IsADirectoryError
+            The file cannot be opened.
+        ModelFormatError
+            It is not such a file, was cut or altered, or is of another model.
+        ContextFullError
+            ``max_seq_len`` is less than the positions in it.
+        """
+        from . import saved
+
+        return saved.load(self, Path(os.fsdecode(path)), options)
+
+    def prefix_cache(self, max_bytes: int) -> PrefixCache:
+        """A cache of prompts' keys and values for ``Session.prefill(..., cache=...)``.
+
+        Parameters
+        ----------
+        max_bytes
+            Of host memory; what was used longest ago makes room.
+        """
+        from .prefix_cache import PrefixCache
+
+        return PrefixCache(self, as_int("max_bytes", max_bytes, 1, 2**62))
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the hyper-parameters, the tensor table and samples of every tensor's bytes.
+
+        The file is read for it, the first time.
+
+        Raises
+        ------
+        OSError
+            It cannot be read any more.
+        SessionStateError
+            It has changed since it was opened.
+        """
+        from . import saved
+
+        with self._lock:
+            if self._fingerprint is None:
+                self._fingerprint = saved.fingerprint(self)
+            return self._fingerprint
+
+    def estimate(
+        self,
+        max_seq_len: int,
+        *,
+        n_sessions: int = 1,
+        kv_type: str = "f16",
+        attention: str = "auto",
+        chunk: int | None = None,
+    ) -> Estimate:
+        """The memory that sessions would take, before it is taken.
+
+        Parameters
+        ----------
+        max_seq_len, kv_type, attention
+            As ``session`` has them.
+        n_sessions
+            How many of them.
+        chunk
+            Positions of the longest evaluation; None: what a session sets aside.
+
+        Returns
+        -------
+        Estimate
+            Bytes, beside the CPU and on the device. What a prefill at once (the reference's way)
+            needs grows with its length: say it as ``chunk``.
+        """
+        from .session import default_batch, session_params
+
+        max_seq_len = as_int("max_seq_len", max_seq_len, 1, 2**30 - 1)
+        n_sessions = as_int("n_sessions", n_sessions, 0, 2**30)
+        size = default_batch(attention) if chunk is None else as_int("chunk", chunk, 1, 2**30 - 1)
+        params, _keep = session_params(1, attention, kv_type, (), size)
+        out = ffi.new("slowar_estimate *")
+        self._handle.run(lambda p: call(lib.slowar_session_estimate, p, params, max_seq_len, out))
+        return Estimate(
+            weights=Bytes(self.nbytes - self._device_bytes, self._device_bytes),
+            kv=Bytes(n_sessions * out.n_bytes_kv_host, n_sessions * out.n_bytes_kv_device),
+            compute=Bytes(
+                n_sessions * out.n_bytes_compute_host, n_sessions * out.n_bytes_compute_device
+            ),
+        )
+
+    def _check_tokens(self, flat: Flat) -> None:
+        self._handle.run(
+            lambda p: call(
+                lib.slowar_check_tokens, p, ffi.from_buffer("int32_t[]", flat), len(flat)
+            )
         )
 
     def tensors(self) -> list[TensorInfo]:
@@ -226,6 +452,10 @@ class Model(Closing):
 
         Open sessions keep its weights until they are closed.
         """
+        with self._lock:
+            batches, self._batches = self._batches, {}
+        for batch in batches.values():
+            batch.close()
         self._handle.close()
 
     def __repr__(self) -> str:
@@ -237,8 +467,17 @@ class Model(Closing):
         return f"<Model {self.path!r}: {self.config.n_layer} layers, {state}>"
 
 
+def state_of(path: str) -> tuple[int, ...] | None:
+    """What changes when a file does; None: it is not there."""
+    try:
+        s = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns)
+
+
 def _tensor(pointer: object, i: int) -> TensorInfo:
     t = ffi.new("slowar_tensor *")
     call(lib.slowar_model_get_tensor, pointer, i, t)
     shape = tuple(reversed([int(n) for n in t.ne[0 : t.n_dims]]))
-    return TensorInfo(text(t.name), text(t.type), shape, t.n_bytes, _PLACES[t.place])
+    return TensorInfo(text(t.name), text(t.type), shape, t.n_bytes, t.offset, _PLACES[t.place])

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from . import errors
+from . import errors, saved
 from ._arrays import Flat, as_frame, as_int, as_prompt
-from ._native import Closing, Handle, call, ffi, lib, text
+from ._native import Closing, Handle, call, ffi, lib, text, together
 from ._threads import Threads
 from .device import default_threads
 from .model import Model
+
+if TYPE_CHECKING:
+    from .prefix_cache import PrefixCache
 
 T = TypeVar("T")
 
@@ -29,7 +34,7 @@ _MAX_POSITIONS = 2**30 - 1  # positions are int32 and their sums must be too
 Logits = Literal["full", "semantic", "none"]
 """Which logits an evaluation gives."""
 
-_LOGITS = {"none": 0, "semantic": 1, "full": 2}
+LOGITS = {"none": 0, "semantic": 1, "full": 2}
 _ATTENTION = {"auto": 0, "reference": 1, "flash": 2, "ggml": 3}
 _BATCH = 512  # positions of a prefill chunk of the flash path: bounds the compute memory
 
@@ -91,7 +96,7 @@ class Session(Closing):
         An open model.
     max_seq_len
         Positions the KV cache holds; None: ``init_kv_cache`` later.
-    n_threads, attention, kv_type, logits, extra_ids
+    n_threads, attention, kv_type, logits, extra_ids, reserve
         As ``Model.session`` has them, which also says what is raised.
     """
 
@@ -105,6 +110,7 @@ class Session(Closing):
         kv_type: str = "f16",
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
+        reserve: bool = True,
     ) -> None:
         adapt = n_threads is None
         n_threads = default_threads() if n_threads is None else n_threads
@@ -114,23 +120,25 @@ class Session(Closing):
         extra = [as_int("an extra id", i, 0, c.n_vocab - 1) for i in extra_ids]
         self.model = model
         self._config = c
-        self._logits = _one_of("logits", logits, _LOGITS)
+        self._logits = one_of("logits", logits, LOGITS)
         semantic = np.arange(c.semantic_begin_id, c.semantic_end_id + 1)
         self._ids = {
-            _LOGITS["none"]: _read_only(np.empty(0)),
-            _LOGITS["semantic"]: _read_only(np.concatenate([semantic, extra])),
-            _LOGITS["full"]: _read_only(np.arange(c.n_vocab)),
+            LOGITS["none"]: _read_only(np.empty(0)),
+            LOGITS["semantic"]: _read_only(np.concatenate([semantic, extra])),
+            LOGITS["full"]: _read_only(np.arange(c.n_vocab)),
         }
 
-        params = ffi.new("slowar_session_params *")
-        params.n_threads = n_threads
-        params.attention = _one_of("attention", attention, _ATTENTION)
-        name = ffi.new("char[]", _c_string("kv_type", kv_type))
-        params.kv_type = name
-        params.n_batch = 0 if attention == "reference" else _BATCH
-        ids = ffi.new("int32_t[]", extra)
-        params.extra_ids = ids
-        params.n_extra_ids = len(extra)
+        self.extra_ids = tuple(extra)
+        """Token ids whose logits follow the semantic ones."""
+        self.kv_type = kv_type
+        """Of the cache."""
+        self._asked = attention
+        self._reserves = reserve
+        self._tokens = np.empty((0, 1 + c.n_codebook), np.int32)
+
+        params, _keep = session_params(
+            n_threads, attention, kv_type, extra, default_batch(attention) if reserve else -1
+        )
         out = ffi.new("slowar_session **")
         model._handle.run(lambda pointer: call(lib.slowar_session_open, out, pointer, params))
         self._handle = Handle(out[0], lib.slowar_session_close, "session")
@@ -167,13 +175,35 @@ class Session(Closing):
                 call(lib.slowar_init_kv_cache, pointer, max_seq_len)
             finally:
                 self._refresh(pointer)
+            self._make_record(max_seq_len)
 
         self._handle.run(make)
-        if max_seq_len > self._config.n_ctx:
-            warnings.warn(
-                f"max_seq_len={max_seq_len} is beyond the model's context of {self._config.n_ctx}",
-                stacklevel=2,
-            )
+        self._warn_of_length(max_seq_len)
+
+    def reserve(self, max_seq_len: int) -> None:
+        """Make room for ``max_seq_len`` positions and keep those there are.
+
+        The larger cache and the smaller exist together while the past is copied. A cache that is
+        large enough already stays as it is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``max_seq_len`` is not an integer of at least 1.
+        DeviceMemoryError
+            It does not fit. The session keeps the cache it had.
+        SessionStateError
+            There is no cache.
+        """
+        max_seq_len = as_int("max_seq_len", max_seq_len, 1, _MAX_POSITIONS)
+
+        def grow(pointer: Any) -> None:
+            call(lib.slowar_reserve, pointer, max_seq_len)
+            self._refresh(pointer)
+            self._make_record(self.max_seq_len, keep=self.n_past)
+
+        self._handle.run(grow)
+        self._warn_of_length(max_seq_len)
 
     def clear_kv_cache(self) -> None:
         """Give the cache's and the compute memory back. Without a cache: nothing happens."""
@@ -193,6 +223,106 @@ class Session(Closing):
         """Back to position 0. Memory is kept."""
         self.rewind(0)
 
+    def fork(self) -> Session:
+        """An independent session with the same past, cache size and options.
+
+        Only the used slots are copied.
+
+        Raises
+        ------
+        DeviceMemoryError
+            A second cache does not fit.
+        SessionStateError
+            There is no cache.
+        """
+        self._check_cache()
+        twin = Session(
+            self.model,
+            n_threads=None if self._threads.adapts else self.n_threads,
+            attention=self._asked,
+            kv_type=self.kv_type,
+            logits=_name_of(self._logits),
+            extra_ids=self.extra_ids,
+            reserve=self._reserves,
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # said of this session already
+                twin.init_kv_cache(self.max_seq_len)
+            twin.copy_prefix(self)
+        except BaseException:
+            twin.close()
+            raise
+        return twin
+
+    def copy_prefix(self, other: Session, n: int | None = None) -> None:
+        """The first ``n`` positions of ``other`` become all that this session has.
+
+        Parameters
+        ----------
+        other
+            A session with the same model, KV type and kind of attention.
+        n
+            0 to ``other.n_past``, at most this session's ``max_seq_len``; None: all of them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``n`` is out of range, or the sessions do not match. Nothing has changed.
+        SessionStateError
+            One of them has no cache.
+        """
+        if n is not None:
+            n = as_int("n", n, 0, _MAX_POSITIONS)
+        if other is self:
+            self.rewind(self.n_past if n is None else n)
+            return
+        if other.model is not self.model:
+            raise ValueError("the other session is on another model")
+
+        def copy(pointers: list[Any]) -> None:
+            self._check_cache()
+            other._check_cache()
+            if other.attention != self.attention:
+                raise ValueError(
+                    f"the other session's attention is {other.attention}, expected {self.attention}"
+                )
+            count = other.n_past if n is None else n
+            call(lib.slowar_copy_prefix, pointers[0], pointers[1], count)
+            self._tokens[:count] = other._tokens[:count]
+            self._refresh(pointers[0])
+
+        together([self._handle, other._handle], copy)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the past to a file that ``Model.load_session`` reads.
+
+        The file appears whole or not at all, whatever stood there before. See ``docs/sessions.md``
+        for the format.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written, or the model's cannot be read any more.
+        SessionStateError
+            There is no cache, or the model's file has changed since it was opened.
+        """
+        fingerprint = self.model.fingerprint()
+
+        def take(pointer: Any) -> saved.Past:
+            self._check_cache()
+            n = self.n_past
+            return saved.Past(
+                fingerprint=fingerprint,
+                kv_type=self.kv_type,
+                attention=self.attention,
+                max_seq_len=self.max_seq_len,
+                tokens=self._tokens[:n].copy(),
+                kv=self._read_kv(pointer, n),
+            )
+
+        saved.write(Path(os.fsdecode(path)), self._handle.run(take))
+
     # ---- evaluating
 
     def prefill(
@@ -202,6 +332,7 @@ class Session(Closing):
         chunk: int | None = None,
         progress: Progress | None = None,
         logits: Logits | None = None,
+        cache: PrefixCache | None = None,
     ) -> Output:
         """Evaluate a prompt, in chunks where that pays.
 
@@ -217,9 +348,11 @@ class Session(Closing):
             chunk not.
         progress
             Called with (positions done, n) after each chunk. What it raises ends the prefill.
-
         logits
             ``"full"``, ``"semantic"`` or ``"none"``; None: as the session was opened.
+        cache
+            Of the same model (``Model.prefix_cache``): positions that it has, of the past and the
+            prompt together, are copied instead of evaluated, and what was evaluated is added to it.
 
         Returns
         -------
@@ -241,7 +374,7 @@ class Session(Closing):
             if chunk is None
             else as_int("chunk", chunk, 1, _MAX_POSITIONS)
         )
-        return self._evaluate(flat, logits, size, progress)
+        return self._evaluate(flat, logits, _Way(size, progress, cache))
 
     def prefill_fast(self, tokens: npt.ArrayLike, *, logits: Logits | None = None) -> Output:
         """Evaluate a prompt of shape (1 + n_codebook, n) at once. Otherwise as ``prefill``."""
@@ -265,58 +398,57 @@ class Session(Closing):
             single_token_semantic=self.model.device.backend == "CUDA",
         )
 
-    def _evaluate(
-        self,
-        flat: Flat,
-        logits: Logits | None,
-        chunk: int | None = None,
-        progress: Progress | None = None,
-    ) -> Output:
-        which = self._logits if logits is None else _one_of("logits", logits, _LOGITS)
-        size = chunk or len(flat)
-        return self._handle.run(lambda pointer: self._run(pointer, flat, which, size, progress))
+    def _which(self, logits: Logits | None) -> int:
+        return self._logits if logits is None else one_of("logits", logits, LOGITS)
 
-    def _run(
-        self, pointer: Any, flat: Flat, which: int, chunk: int, progress: Progress | None = None
-    ) -> Output:
+    def _evaluate(self, flat: Flat, logits: Logits | None, how: _Way | None = None) -> Output:
+        which = self._which(logits)
+        return self._handle.run(lambda pointer: self._run(pointer, flat, which, how or _Way()))
+
+    def _run(self, pointer: Any, flat: Flat, which: int, how: _Way) -> Output:
         """All positions of ``flat`` or none: the way of every evaluation."""
-        n = len(flat)
-        start = self.n_past
-        if self.max_seq_len == 0:
-            raise errors.SessionStateError("no KV cache: call init_kv_cache first")
-        if n > self.max_seq_len - start:
-            raise errors.ContextFullError(
-                f"{n} positions do not fit behind position {start} in a cache of {self.max_seq_len}"
-            )
-        if chunk < n:
+        self._check_room(flat)
+        chunk = how.chunk or len(flat)
+        if chunk < len(flat) or how.cache is not None:
             # A bad id in the last chunk must not cost the evaluation of the first.
-            call(lib.slowar_check_tokens, pointer, _int32(flat), n)
+            self.model._check_tokens(flat)
+
+        def body() -> Output:
+            if how.cache is None:
+                return self._run_chunks(pointer, flat, which, chunk, how.progress)
+            n = how.cache._load(self, pointer, flat)
+            out = self._run_chunks(pointer, flat[n:], which, chunk, how.progress)
+            how.cache._store(self, pointer)
+            return out
+
+        return self._all_or_nothing(pointer, body)
+
+    def _run_chunks(
+        self, pointer: Any, flat: Flat, which: int, chunk: int, progress: Progress | None
+    ) -> Output:
+        n = len(flat)
         ids = self._ids[which]
-
-        def chunks() -> Output:
-            hidden = np.empty(self._config.n_embd, np.float32)
-            logits = np.empty(len(ids), np.float32)
-            for at in range(0, n, chunk):
-                part = flat[at : at + chunk]
-                last = at + chunk >= n
-                mark = self._threads.before()
-                call(
-                    lib.slowar_eval_cached,
-                    pointer,
-                    _int32(part),
-                    len(part),
-                    which,
-                    self._threads.n,
-                    _float32(hidden) if last else ffi.NULL,
-                    _float32(logits) if last and which else ffi.NULL,
-                )
-                self._threads.after(mark)
-                self._refresh(pointer)
-                if progress is not None:
-                    progress(at + len(part), n)
-            return Output(hidden, logits, ids)
-
-        return self._all_or_nothing(pointer, chunks)
+        hidden = np.empty(self._config.n_embd, np.float32)
+        logits = np.empty(len(ids), np.float32)
+        for at in range(0, n, chunk):
+            part = flat[at : at + chunk]
+            last = at + chunk >= n
+            mark = self._threads.before()
+            call(
+                lib.slowar_eval_cached,
+                pointer,
+                ffi.from_buffer("int32_t[]", part),
+                len(part),
+                which,
+                self._threads.n,
+                _float32(hidden) if last else ffi.NULL,
+                _float32(logits) if last and which else ffi.NULL,
+            )
+            self._threads.after(mark)
+            self._note(pointer, part)
+            if progress is not None:
+                progress(at + len(part), n)
+        return Output(hidden, logits, ids)
 
     # ---- looking inside
 
@@ -352,7 +484,7 @@ class Session(Closing):
         keep = [ffi.new("char[]", _c_string("a tensor's name", name)) for name in names]
 
         def evaluate(pointer: Any) -> tuple[Output, dict[str, npt.NDArray[np.float32]]]:
-            output = self._run(pointer, flat, self._logits, len(flat))
+            output = self._run(pointer, flat, self._logits, _Way())
             return output, {name: _trace(pointer, i) for i, name in enumerate(names)}
 
         def traced(pointer: Any) -> tuple[Output, dict[str, npt.NDArray[np.float32]]]:
@@ -384,6 +516,11 @@ class Session(Closing):
     # ---- state
 
     @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """(1 + n_codebook, n_past) what the cache holds, as it was evaluated."""
+        return self._handle.run(lambda _: self._tokens[: self.n_past].T.copy())
+
+    @property
     def n_past(self) -> int:
         """Positions in the cache."""
         self._handle.check()
@@ -402,7 +539,10 @@ class Session(Closing):
 
     @property
     def n_threads(self) -> int:
-        """CPU threads that an evaluation may use; the last one that was left to adapt may use fewer."""
+        """CPU threads that an evaluation may use.
+
+        It uses fewer while the machine is shared, unless somebody said how many.
+        """
         return int(self._state.n_threads)
 
     @property
@@ -414,6 +554,67 @@ class Session(Closing):
     def compute_nbytes(self) -> int:
         """Bytes held for intermediate results; grows to what the longest evaluation needed."""
         return int(self._state.n_bytes_compute)
+
+    @property
+    def n_planned(self) -> int:
+        """Graphs built for evaluations so far; the other evaluations found theirs ready."""
+        return int(self._state.n_planned)
+
+    def _check_cache(self) -> None:
+        if self.max_seq_len == 0:
+            raise errors.SessionStateError("no KV cache: call init_kv_cache first")
+
+    def _check_room(self, flat: Flat) -> None:
+        self._check_cache()
+        if len(flat) > self.max_seq_len - self.n_past:
+            raise errors.ContextFullError(
+                f"{len(flat)} positions do not fit behind position {self.n_past} in a cache of "
+                f"{self.max_seq_len}"
+            )
+
+    def _warn_of_length(self, max_seq_len: int) -> None:
+        if max_seq_len > self._config.n_ctx:
+            warnings.warn(
+                f"max_seq_len={max_seq_len} is beyond the model's context of {self._config.n_ctx}",
+                stacklevel=3,
+            )
+
+    def _make_record(self, max_seq_len: int, keep: int = 0) -> None:
+        """Room for the tokens of a cache; memory that is taken as it is used."""
+        record = np.empty((max_seq_len, self._tokens.shape[1]), np.int32)
+        record[:keep] = self._tokens[:keep]
+        self._tokens = record
+
+    def _note(self, pointer: Any, flat: Flat) -> None:
+        """``flat`` was evaluated."""
+        start = self._state.n_past
+        self._tokens[start : start + len(flat)] = flat
+        self._refresh(pointer)
+
+    def _kv_shape(self, n: int) -> tuple[int, int, int]:
+        rows = 2 * self._config.n_layer
+        return rows, n, self.nbytes // self.max_seq_len // rows
+
+    def _read_kv(self, pointer: Any, n: int) -> npt.NDArray[np.uint8]:
+        """(2 * n_layer, n, bytes of a row): each layer's first ``n`` keys, then its values."""
+        out = np.empty(self._kv_shape(n), np.uint8)
+        if n > 0:
+            call(lib.slowar_read_kv, pointer, 0, n, ffi.from_buffer(out), out.nbytes)
+        return out
+
+    def _write_kv(self, pointer: Any, tokens: Flat, kv: npt.NDArray[np.uint8]) -> None:
+        """Positions behind those there are, as ``_read_kv`` gives them."""
+        kv = np.ascontiguousarray(kv)
+        if kv.size > 0:
+            call(
+                lib.slowar_write_kv,
+                pointer,
+                self.n_past,
+                len(tokens),
+                ffi.from_buffer(kv),
+                kv.nbytes,
+            )
+            self._note(pointer, tokens)
 
     def _all_or_nothing(self, pointer: Any, body: Callable[[], T]) -> T:
         """Back to where it began if ``body`` raises: an error, Ctrl-C, a callback's own."""
@@ -438,7 +639,42 @@ class Session(Closing):
         return f"<Session: position {self._state.n_past} of {self._state.max_seq_len}>"
 
 
-def _one_of(name: str, value: str, known: dict[str, int]) -> int:
+@dataclass(frozen=True)
+class _Way:
+    """How a prompt is evaluated; the default is at once."""
+
+    chunk: int | None = None
+    progress: Progress | None = None
+    cache: PrefixCache | None = None
+
+
+def session_params(
+    n_threads: int, attention: str, kv_type: str, extra_ids: Sequence[int], n_batch: int
+) -> tuple[Any, Any]:
+    """``slowar_session_params`` and what must live as long."""
+    params = ffi.new("slowar_session_params *")
+    params.n_threads = n_threads
+    params.attention = one_of("attention", attention, _ATTENTION)
+    name = ffi.new("char[]", _c_string("kv_type", kv_type))
+    params.kv_type = name
+    params.n_batch = n_batch
+    ids = ffi.new("int32_t[]", list(extra_ids))
+    params.extra_ids = ids
+    params.n_extra_ids = len(ids)
+    return params, (name, ids)
+
+
+def default_batch(attention: str) -> int:
+    """Positions whose compute memory a cache comes with, beside that of a step."""
+    return 0 if attention == "reference" else _BATCH
+
+
+def _name_of(which: int) -> Logits:
+    names: dict[int, Logits] = {0: "none", 1: "semantic", 2: "full"}
+    return names[which]
+
+
+def one_of(name: str, value: str, known: dict[str, int]) -> int:
     if value not in known:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
     return known[value]
@@ -456,10 +692,6 @@ def _read_only(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     array = ids.astype(np.int32)
     array.flags.writeable = False
     return array
-
-
-def _int32(array: Flat) -> Any:
-    return ffi.from_buffer("int32_t[]", array)
 
 
 def _float32(array: npt.NDArray[np.float32]) -> Any:

@@ -1,0 +1,364 @@
+"""Many requests on one model: they come and go between evaluations, and share each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from . import errors
+from ._arrays import Flat, as_frame, as_int, as_prompt
+from ._batch import Group, evaluate
+from .session import Output
+
+if TYPE_CHECKING:
+    from .model import Model
+    from .prefix_cache import PrefixCache
+    from .session import Logits, Session
+
+Choose = Callable[[Output], Any]
+"""From what an evaluation said to the next frame, (1 + n_codebook,) integers; None: that is all."""
+
+
+class Result(NamedTuple):
+    """What became of a request."""
+
+    frames: npt.NDArray[np.int32]
+    """(n, 1 + n_codebook) what was chosen and evaluated behind the prompt."""
+    output: Output
+    """Of the last position."""
+
+
+class RunnerStats(NamedTuple):
+    """Requests so far. ``accepted`` is the sum of those that ended and those that have not."""
+
+    accepted: int
+    finished: int
+    failed: int
+    cancelled: int
+    waiting: int
+    running: int
+    evaluations: int
+    positions: int
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: Flat
+    choose: Choose
+    future: Future[Result]
+    deadline: float  # on the monotonic clock
+    patience: float  # seconds: the deadline as it was asked for
+    session: Session | None = None
+    done: int = 0  # positions of the prompt
+    frame: Flat | None = None  # what is evaluated next, once the prompt is done
+    frames: list[Flat] = field(default_factory=list)
+    output: Output | None = None
+
+
+class BatchRunner:
+    """Serves requests with at most ``max_batch`` sessions, all of them in every evaluation.
+
+    A request is a prompt and a function that chooses each next frame. It waits in a queue, first
+    come first served, until a session is free; then its prompt is evaluated in chunks, one chunk
+    in each evaluation, beside a step of every request that is further. A request that fails, is
+    cancelled or is late leaves the others' numbers untouched.
+
+    Parameters
+    ----------
+    model
+        An open model. It must stay open.
+    max_batch
+        Requests that run at a time, 1 to 128. Each has a KV cache of ``n_ctx`` positions.
+    n_ctx
+        Positions of a request: prompt and frames together.
+    max_queue
+        Requests that may wait.
+    chunk
+        Positions of prompts in one evaluation: what running requests may have to wait for.
+    n_threads, kv_type, logits, extra_ids
+        As ``Model.session`` has them.
+    cache
+        Where prompts are looked up and kept.
+
+    Raises
+    ------
+    DeviceMemoryError
+        The caches do not fit.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_batch: int = 8,
+        n_ctx: int = 2048,
+        max_queue: int = 64,
+        chunk: int = 128,
+        n_threads: int | None = None,
+        kv_type: str = "f16",
+        logits: Logits = "semantic",
+        extra_ids: Sequence[int] = (),
+        cache: PrefixCache | None = None,
+    ) -> None:
+        max_batch = as_int("max_batch", max_batch, 1, 128)
+        self.model = model
+        self.n_ctx = n_ctx
+        self._max_queue = as_int("max_queue", max_queue, 1, 2**31 - 1)
+        self._chunk = as_int("chunk", chunk, 1, 2**30)
+        self._cache = cache
+        self._free: list[Session] = []
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._counts = dict.fromkeys(RunnerStats._fields, 0)
+        self._closing = False
+        self._changed = threading.Condition()
+        try:
+            for _ in range(max_batch):
+                session = model.session(
+                    n_threads=n_threads,
+                    kv_type=kv_type,
+                    logits=logits,
+                    extra_ids=extra_ids,
+                    reserve=False,
+                )
+                self._free.append(session)
+                session.init_kv_cache(n_ctx)
+        except BaseException:
+            for session in self._free:
+                session.close()
+            raise
+        self._sessions = list(self._free)
+        # A daemon: a program that forgets close() must still be able to end.
+        self._thread = threading.Thread(target=self._serve, name="slowar-batch", daemon=True)
+        self._thread.start()
+
+    # ---- front doors
+
+    def submit(
+        self, prompt: npt.ArrayLike, choose: Choose, *, deadline: float | None = None
+    ) -> Future[Result]:
+        """Ask for a prompt and the frames that ``choose`` makes of it.
+
+        Parameters
+        ----------
+        prompt
+            Integers of shape (1 + n_codebook, n).
+        choose
+            Called in the runner's thread with the Output of the request's last position, arrays of
+            its own; returns the next frame or None. All requests wait for it.
+        deadline
+            Seconds from now until which it must have ended.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is a Result. ``cancel()`` works at any time. It raises what ``choose``
+            raised, ContextFullError where frames go beyond ``n_ctx``, TimeoutError at the
+            deadline, SessionStateError when the runner was closed first.
+
+        Raises
+        ------
+        TypeError, ValueError, ContextFullError
+            The prompt cannot be evaluated.
+        QueueFullError
+            ``max_queue`` requests wait already.
+        SessionStateError
+            The runner is closed.
+        """
+        flat = as_prompt(prompt, self.model.config)
+        self.model._check_tokens(flat)
+        if len(flat) > self.n_ctx:
+            raise errors.ContextFullError(
+                f"a prompt of {len(flat)} positions does not fit in {self.n_ctx}"
+            )
+        patience = float("inf") if deadline is None else float(deadline)
+        if not patience > 0:
+            raise ValueError(f"deadline is {deadline} s, expected more than 0")
+        request = _Request(flat, choose, Future(), time.monotonic() + patience, patience)
+        with self._changed:
+            if self._closing:
+                raise errors.SessionStateError("the runner is closed")
+            if len(self._waiting) >= self._max_queue:
+                raise errors.QueueFullError(f"{self._max_queue} requests wait already")
+            self._waiting.append(request)
+            self._counts["accepted"] += 1
+            self._changed.notify()
+        return request.future
+
+    async def run(
+        self, prompt: npt.ArrayLike, choose: Choose, *, deadline: float | None = None
+    ) -> Result:
+        """``submit`` for asyncio: awaits the result; cancelling the task cancels the request."""
+        return await asyncio.wrap_future(self.submit(prompt, choose, deadline=deadline))
+
+    @property
+    def stats(self) -> RunnerStats:
+        with self._changed:
+            self._counts["waiting"] = len(self._waiting)
+            self._counts["running"] = len(self._running)
+            return RunnerStats(**self._counts)
+
+    def close(self) -> None:
+        """End: requests that have not ended raise SessionStateError. Twice is fine.
+
+        Waits for the evaluation that is under way.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> BatchRunner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- the runner's thread
+
+    def _serve(self) -> None:
+        try:
+            while self._gather():
+                self._advance()
+        finally:
+            with self._changed:
+                self._closing = True
+                left = [*self._running, *self._waiting]
+                self._waiting.clear()
+            for request in left:
+                self._fail(request, errors.SessionStateError("the runner was closed"))
+            for session in self._sessions:
+                session.close()
+
+    def _gather(self) -> bool:
+        """Wait for work; let go of what is over and take in what waits. False: the end."""
+        with self._changed:
+            while not (self._closing or self._running or self._waiting):
+                self._changed.wait()
+            if self._closing:
+                return False
+            waiting = list(self._waiting)
+        self._drop_late([*self._running, *waiting])
+        while self._free and (request := self._next()):
+            self._admit(request)
+        return True
+
+    def _drop_late(self, requests: Sequence[_Request]) -> None:
+        now = time.monotonic()
+        for request in requests:
+            if request.future.cancelled():
+                self._end(request, "cancelled")
+            elif now > request.deadline:
+                late = TimeoutError(
+                    f"not done after {request.patience:g} s: {request.done} of "
+                    f"{len(request.prompt)} prompt positions and {len(request.frames)} frames"
+                )
+                self._fail(request, late)
+
+    def _next(self) -> _Request | None:
+        with self._changed:
+            return self._waiting.popleft() if self._waiting else None
+
+    def _admit(self, request: _Request) -> None:
+        request.session = self._free.pop()
+        request.session.reset()
+        self._running.append(request)
+        if self._cache is not None:
+            request.done = self._cache.load(request.session, request.prompt)
+
+    def _advance(self) -> None:
+        """One evaluation: a frame of each request that has one, and prompts, the oldest first."""
+        left = self._chunk
+        who: list[_Request] = []
+        sessions: list[Session] = []
+        flats: list[Flat] = []
+        for request in self._running:
+            if request.frame is not None:
+                part = request.frame
+            else:
+                part = request.prompt[request.done : request.done + left]
+                left -= len(part)
+            if len(part) > 0 and request.session is not None:
+                who.append(request)
+                sessions.append(request.session)
+                flats.append(part)
+        if not who:
+            return
+        try:
+            out = evaluate(Group(sessions, flats, sessions[0]._logits), sum(map(len, flats)))
+        except Exception as error:
+            for request in who:
+                self._fail(request, error)
+            return
+        self._counts["evaluations"] += 1
+        self._counts["positions"] += sum(map(len, flats))
+        for i, request in enumerate(who):
+            mine = Output(out.hidden[i].copy(), out.logits[i].copy(), out.ids)
+            self._take(request, mine, len(flats[i]))
+
+    def _take(self, request: _Request, out: Output, n: int) -> None:
+        """What an evaluation said to one of those who were in it."""
+        if request.frame is not None:
+            request.frames.append(request.frame)
+        else:
+            request.done += n
+            if request.done < len(request.prompt):
+                return
+            if self._cache is not None and request.session is not None:
+                self._cache.store(request.session)
+        request.output = out
+        try:
+            request.frame = self._choose(request, out)
+        except BaseException as error:
+            self._fail(request, error)
+            return
+        if request.frame is None:
+            self._finish(request)
+
+    def _choose(self, request: _Request, out: Output) -> Flat | None:
+        chosen = request.choose(out)
+        if chosen is None:
+            return None
+        flat = as_frame(chosen, self.model.config)
+        self.model._check_tokens(flat)
+        if len(request.prompt) + len(request.frames) >= self.n_ctx:
+            raise errors.ContextFullError(f"the request has filled its {self.n_ctx} positions")
+        return flat
+
+    def _finish(self, request: _Request) -> None:
+        n_row = 1 + self.model.config.n_codebook
+        frames = np.concatenate([np.empty((0, n_row), np.int32), *request.frames])
+        assert request.output is not None
+        try:
+            request.future.set_result(Result(frames, request.output))
+            self._end(request, "finished")
+        except InvalidStateError:  # cancelled meanwhile
+            self._end(request, "cancelled")
+
+    def _fail(self, request: _Request, error: BaseException) -> None:
+        try:
+            request.future.set_exception(error)
+            self._end(request, "failed")
+        except InvalidStateError:
+            self._end(request, "cancelled")
+
+    def _end(self, request: _Request, how: str) -> None:
+        with self._changed:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            if request in self._running:
+                self._running.remove(request)
+            if request.session is not None:
+                self._free.append(request.session)
+                request.session = None
+            self._counts[how] += 1
