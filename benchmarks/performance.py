@@ -53,6 +53,7 @@ def measure(type: str, repack: tuple[bool, ...], repeats: int) -> bench.Report:
         repack=repack,
         past=PAST,
         prefill=(128, 512),
+        batch=(1, 2, 4, 8, 16),
         repeats=repeats,
         contended=True,
     )

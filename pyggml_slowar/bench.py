@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,10 @@ class Plan:
     repack: Sequence[bool] = (False,)
     past: Sequence[int] = (128, 640)
     prefill: Sequence[int] = (128, 512)
-    n_threads: int = field(default_factory=device.default_threads)
+    batch: Sequence[int] = ()
+    """Sessions stepped together, at the first of ``past``, flash attention, semantic logits."""
+    n_threads: int | None = None
+    """None: ``device.default_threads()``, and beside a busy process as many as pay."""
     repeats: int = 7
     contended: bool = False
 
@@ -81,6 +84,19 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class BatchStep:
+    """One step of ``n_sessions`` sessions together."""
+
+    repack: bool
+    n_sessions: int
+    past: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
 class Opening:
     repack: bool
     milliseconds: float
@@ -95,6 +111,7 @@ class Report:
     prefills: list[Prefill]
     steps: list[Step]
     contended: list[Step]
+    batches: list[BatchStep]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,8 +126,9 @@ def read_bandwidth(n_threads: int) -> float:
 
 def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
     """Measure what the plan asks for. ``say`` is told what happens."""
+    n_threads = plan.n_threads or device.default_threads()
     say("measuring memory bandwidth")
-    bandwidth = read_bandwidth(plan.n_threads)
+    bandwidth = read_bandwidth(n_threads)
     openings = []
     with ExitStack() as stack:
         models = {}
@@ -121,37 +139,34 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
             openings.append(opening)
 
         length = max([*plan.past, *plan.prefill]) + max(plan.prefill) + 1
-        sessions = {}
-        for attention, logits, repack in itertools.product(
-            plan.attention, plan.logits, plan.repack
-        ):
-            session = models[repack].session(
-                length, n_threads=plan.n_threads, attention=attention, logits=logits
-            )
-            sessions[Configuration(attention, logits, repack)] = stack.enter_context(session)
-
         tokens = random_tokens(next(iter(models.values())), length)
-        prefills = _measure_prefills(plan, sessions, tokens, say)
-        steps = _measure_steps(plan, sessions, tokens, bandwidth, say)
+        with ExitStack() as sessions_stack:
+            sessions = _open_sessions(plan, models, length, n_threads, sessions_stack)
+            prefills = _measure_prefills(plan, sessions, tokens, say)
+            steps = _measure_steps(plan, sessions, tokens, bandwidth, say)
+            compute = {str(c): s.compute_nbytes / 2**20 for c, s in sessions.items()}
+        batches = _measure_batches(plan, models, tokens, n_threads, say) if plan.batch else []
         contended = []
         if plan.contended:
+            sessions = _open_sessions(plan, models, length, plan.n_threads, stack)
+            for session in sessions.values():
+                _move_to(session, max(plan.past), tokens)
             with busy_neighbour():
                 contended = _measure_steps(plan, sessions, tokens, bandwidth, say)
         # A second look: a machine that is not quiet shows here.
-        after = read_bandwidth(plan.n_threads)
-        compute = {str(c): s.compute_nbytes / 2**20 for c, s in sessions.items()}
+        after = read_bandwidth(n_threads)
     machine = {
         "cpu": next(d for d in device.devices() if d.type == "cpu").description,
         "cpus": os.cpu_count(),
         "platform": platform.platform(),
-        "threads": plan.n_threads,
+        "threads": n_threads,
         "build": _native.text(_native.lib.slowar_build_info()),
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "bandwidth_after_gb_per_s": after / 1e9,
         "load_before": os.getloadavg()[0],
         "model": plan.model.name,
     }
-    return Report(machine, openings, compute, prefills, steps, contended)
+    return Report(machine, openings, compute, prefills, steps, contended, batches)
 
 
 def random_tokens(model: Model, n: int) -> npt.NDArray[np.int32]:
@@ -183,6 +198,61 @@ def _open(path: Path, repack: bool) -> tuple[Model, Opening]:
 
 
 Sessions = dict[Configuration, Session]
+
+
+def _open_sessions(
+    plan: Plan, models: dict[bool, Model], length: int, n_threads: int | None, stack: ExitStack
+) -> Sessions:
+    sessions = {}
+    for attention, logits, repack in itertools.product(plan.attention, plan.logits, plan.repack):
+        session = models[repack].session(
+            length, n_threads=n_threads, attention=attention, logits=logits
+        )
+        sessions[Configuration(attention, logits, repack)] = stack.enter_context(session)
+    return sessions
+
+
+def _measure_batches(
+    plan: Plan,
+    models: dict[bool, Model],
+    tokens: npt.NDArray[np.int32],
+    n_threads: int,
+    say: Callable[[str], None],
+) -> list[BatchStep]:
+    """Sizes and repack take turns, step by step."""
+    past = min(plan.past)
+    cases = list(itertools.product(plan.repack, plan.batch))
+    times: dict[tuple[bool, int], list[float]] = {case: [] for case in cases}
+    with ExitStack() as stack:
+        groups = {
+            repack: [
+                stack.enter_context(
+                    model.session(past + 1, n_threads=n_threads, logits="semantic", reserve=False)
+                )
+                for _ in range(max(plan.batch))
+            ]
+            for repack, model in models.items()
+        }
+        for first, *others in groups.values():
+            first.prefill(tokens[:, :past])
+            for session in others:
+                session.copy_prefix(first)
+        for i in range(plan.repeats + 1):
+            for repack, n in cases:
+                say(f"step of {n} sessions at {past}: {i} of {plan.repeats}")
+                sessions = groups[repack][:n]
+                for session in sessions:
+                    session.rewind(past)
+                frames = np.repeat(tokens[:, past][None], n, axis=0)
+                start = time.perf_counter()
+                models[repack].step_batch(sessions, frames)
+                if i > 0:  # the first round plans the graphs
+                    times[repack, n].append((time.perf_counter() - start) * 1e3)
+    out = []
+    for (repack, n), ms in times.items():
+        median = statistics.median(ms)
+        out.append(BatchStep(repack, n, past, median, min(ms), max(ms), n * 1e3 / median))
+    return out
 
 
 def _measure_prefills(
@@ -273,6 +343,13 @@ def markdown(report: Report) -> str:
             "| --- | --- | --- | --- | --- |",
             *(_contended_row(s, report.steps) for s in report.contended),
         ]
+    if report.batches:
+        lines += [
+            "",
+            "| sessions in a step | past | median ms | lowest - highest | tok/s | of one |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *(_batch_row(b, report.batches) for b in report.batches),
+        ]
     lines += [
         "",
         "| prefill | behind | positions | tok/s | of the reference |",
@@ -305,6 +382,15 @@ def _contended_row(s: Step, quiet: list[Step]) -> str:
     return (
         f"| {s.configuration} | {s.past} | {s.median_ms:.1f} | {s.low_ms:.1f} - {s.high_ms:.1f} "
         f"| {s.median_ms / base.median_ms:.2f} x |"
+    )
+
+
+def _batch_row(b: BatchStep, all_batches: list[BatchStep]) -> str:
+    one = next((o for o in all_batches if o.repack == b.repack and o.n_sessions == 1), None)
+    ratio = f"{b.tokens_per_second / one.tokens_per_second:.2f} x" if one else ""
+    return (
+        f"| {b.n_sessions}{', repack' if b.repack else ''} | {b.past} | {b.median_ms:.1f} "
+        f"| {b.low_ms:.1f} - {b.high_ms:.1f} | {b.tokens_per_second:.1f} | {ratio} |"
     )
 
 

@@ -102,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--repack", choices=("off", "on", "both"), default="off")
     measure.add_argument("--past", type=_numbers, default="128,640", metavar="N,M")
     measure.add_argument("--prefill", type=_numbers, default="128,512", metavar="N,M")
+    measure.add_argument(
+        "--batch", type=_numbers, default=(), metavar="N,M", help="sessions a step"
+    )
     measure.add_argument("--repeats", type=_positive, default=7, help="steps timed (default: 7)")
     measure.add_argument("--threads", type=_positive, help="CPU threads (default: what pays here)")
     measure.add_argument("--contended", action="store_true", help="again, beside a busy process")
@@ -311,7 +314,8 @@ def _bench(options: argparse.Namespace) -> None:
         repack={"off": (False,), "on": (True,), "both": (False, True)}[options.repack],
         past=sorted(options.past),
         prefill=options.prefill,
-        n_threads=options.threads or device.default_threads(),
+        batch=options.batch,
+        n_threads=options.threads,
         repeats=options.repeats,
         contended=options.contended,
     )
