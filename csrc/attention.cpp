@@ -258,27 +258,33 @@ void gather_all(const shape & s, const head_state & h, int64_t n_rows, const flo
     }
 }
 
-// Positions [t0, t0 + n_tokens) of KV heads [head0, head1): one walk along the cache, in the order in which it lies.
-void attend(const shape & s, ggml_tensor * dst, int64_t t0, int64_t n_tokens, int64_t head0, int64_t head1,
-            float * scratch) {
+// One walk along the cache, in the order in which it lies: n_tokens positions from t0 on of KV heads [head0, head1).
+struct walk {
+    int64_t t0;
+    int64_t n_tokens;
+    int64_t head0;
+    int64_t head1;
+};
+
+void attend(const shape & s, ggml_tensor * dst, const walk & w, float * scratch) {
     const ggml_tensor * q         = dst->src[0];
     const ggml_tensor * k         = dst->src[1];
     const ggml_tensor * v         = dst->src[2];
-    const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data) + t0;
-    const int64_t       n_rows    = n_tokens * s.n_repeat;
+    const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data) + w.t0;
+    const int64_t       n_rows    = w.n_tokens * s.n_repeat;
     const float         scale     = 1.0f / std::sqrt(float(s.head_dim));
     float *             rows      = scratch + s.n_head_kv * s.per_head();
 
     if (s.width != s.head_dim) {
         std::fill_n(rows, tile * s.width, 0.0f);
     }
-    for (int64_t head = head0; head < head1; head++) {
+    for (int64_t head = w.head0; head < w.head1; head++) {
         const head_state h = state_at(s, scratch, head);
         std::fill_n(h.q, 2 * s.rows() * s.width, 0.0f);
         std::fill_n(h.most, s.rows(), -INFINITY);
         std::fill_n(h.total, s.rows(), 0.0f);
         for (int64_t r = 0; r < n_rows; r++) {
-            const int64_t t  = t0 + r / s.n_repeat;
+            const int64_t t  = w.t0 + r / s.n_repeat;
             const int64_t qh = head * s.n_repeat + r % s.n_repeat;
             const float * from =
                 reinterpret_cast<const float *>(static_cast<const char *>(q->data) + t * q->nb[2] + qh * q->nb[1]);
@@ -288,15 +294,15 @@ void attend(const shape & s, ggml_tensor * dst, int64_t t0, int64_t n_tokens, in
         }
     }
 
-    const int64_t n_kv = positions[n_tokens - 1] + 1;
+    const int64_t n_kv = positions[w.n_tokens - 1] + 1;
     for (int64_t slot = 0; slot < n_kv; slot += tile) {
         const int64_t n = std::min(tile, n_kv - slot);
-        for (int64_t head = head0; head < head1; head++) {
+        for (int64_t head = w.head0; head < w.head1; head++) {
             const head_state  h      = state_at(s, scratch, head);
             const cached_rows keys   = rows_of(s, k, head, slot, n);
             const cached_rows values = rows_of(s, v, head, slot, n);
-            const cached_rows next   = head + 1 < head1 ? rows_of(s, k, head + 1, slot, n)
-                                                        : rows_of(s, k, head0, slot + tile, n_kv - slot - tile);
+            const cached_rows next   = head + 1 < w.head1 ? rows_of(s, k, head + 1, slot, n)
+                                                          : rows_of(s, k, w.head0, slot + tile, n_kv - slot - tile);
             convert(s, keys, values, rows);
             score_all(s, h, n_rows, rows, n);
             for (int64_t r = 0; r < n_rows; r++) {
@@ -308,8 +314,8 @@ void attend(const shape & s, ggml_tensor * dst, int64_t t0, int64_t n_tokens, in
         }
     }
 
-    float * out = static_cast<float *>(dst->data) + t0 * s.n_head * s.head_dim;
-    for (int64_t head = head0; head < head1; head++) {
+    float * out = static_cast<float *>(dst->data) + w.t0 * s.n_head * s.head_dim;
+    for (int64_t head = w.head0; head < w.head1; head++) {
         const head_state h = state_at(s, scratch, head);
         for (int64_t r = 0; r < n_rows; r++) {
             const int64_t qh = head * s.n_repeat + r % s.n_repeat;
@@ -335,18 +341,18 @@ void run(ggml_tensor * dst, int ith, int nth, void *) {
         const int64_t next  = std::min(end, (block + 1) * s.n_head_kv);
         const int64_t t0    = block * s.block_tokens;
         const int64_t n     = std::min(s.block_tokens, s.n_tokens - t0);
-        attend(s, dst, t0, n, unit % s.n_head_kv, next - block * s.n_head_kv, scratch);
+        attend(s, dst, { t0, n, unit % s.n_head_kv, next - block * s.n_head_kv }, scratch);
         unit = next;
     }
 }
 
 }  // namespace
 
-ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-                            ggml_tensor * positions, int n_threads) {
-    const shape   s      = shape_of(q, k);
+ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const kv & stored, ggml_tensor * positions,
+                            int n_threads) {
+    const shape   s      = shape_of(q, stored.k);
     const int64_t n_out  = s.n_head * s.head_dim * s.n_tokens;
-    ggml_tensor * args[] = { q, k, v, positions };
+    ggml_tensor * args[] = { q, stored.k, stored.v, positions };
 
     // Each thread's scratch lies behind the result: memory that the graph's allocator plans like any other.
     ggml_tensor * all =

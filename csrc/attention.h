@@ -6,7 +6,7 @@
 // costs what is used.
 #pragma once
 
-#include "ggml.h"
+#include "kv_cache.h"
 
 namespace slowar {
 
@@ -15,10 +15,10 @@ namespace slowar {
 constexpr int cpu_attention_limit = 64;
 
 // q          F32 [head_dim, n_head, n_tokens]
-// k, v       a layer's cache, any type with rows ggml can convert: [head_dim*n_head_kv, n_slots]
+// stored     a layer's cache, any type with rows ggml can convert: [head_dim*n_head_kv, n_slots]
 // positions  I32 [n_tokens], ascending by one; position p sees slots 0 .. p
 // result     F32 [head_dim*n_head, n_tokens]
-ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-                            ggml_tensor * positions, int n_threads);
+ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const kv & stored, ggml_tensor * positions,
+                            int n_threads);
 
 }  // namespace slowar

@@ -189,7 +189,7 @@ class builder {
         const int64_t   n    = from.q->ne[2];
         ggml_tensor *   mask = out.in.masks[i];
         if (s.attention == attention_path::cpu && (!mask || n < cpu_attention_limit)) {
-            return cpu_attention(ctx, from.q, stored.k, stored.v, from.positions, with.n_threads);
+            return cpu_attention(ctx, from.q, stored, from.positions, with.n_threads);
         }
         mask            = part(mask, 1, int(s.n_tokens - n), n);
         ggml_tensor * o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, from.q, 0, 2, 1, 3), seen(stored.k, s),

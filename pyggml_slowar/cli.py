@@ -62,9 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slowar", description="The Slow-AR transformer of S2 Pro on ggml."
     )
-    parser.add_argument(
-        "--version", action="version", version=f"pyggml-slowar {__version__}, {_build()}"
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions, backends")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="what is in a GGUF file and where it is put")
@@ -111,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--json", action="store_true", help="machine-readable")
     measure.set_defaults(run=_bench)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks at the backends only when it is asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        print(f"pyggml-slowar {__version__}, {_build()}")
+        parser.exit()
 
 
 def _words(text: str) -> tuple[str, ...]:
