@@ -13,13 +13,15 @@ import datetime
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 from tqdm import tqdm
 
-from pyggml_slowar import bench
+from pyggml_slowar import Model, bench
 from pyggml_slowar.make_model import S2_PRO, make_model
 
 PAST = (128, 640, 1700)
@@ -72,6 +74,38 @@ def growth(report: bench.Report) -> list[str]:
     return lines
 
 
+def reuse(type: str, n_voice: int = 512, n_text: int = 32) -> str:
+    """Time to the first step of a request behind a reference voice, with and without its cache."""
+    with Model(cached_model(type), backend="cpu") as model:
+        tokens = bench.random_tokens(model, n_voice + 2 * n_text)
+        voice, first, second = np.split(tokens, [n_voice, n_voice + n_text], axis=1)
+        cache = model.prefix_cache(2**31)
+        with model.session(n_voice + n_text + 1, logits="semantic") as session:
+            session.prefill(np.hstack([voice, first]), cache=cache)
+            prompt = np.hstack([voice, second])
+            seconds = {}
+            for how, used in (("evaluated", None), ("from the prefix cache", cache)):
+                session.reset()
+                start = time.perf_counter()
+                session.prefill(prompt, cache=used)
+                seconds[how] = time.perf_counter() - start
+            start = time.perf_counter()
+            session.step(tokens[:, 0])
+            step = time.perf_counter() - start
+        nbytes = cache.stats.nbytes / 2**20
+    rows = [f"| {how} | {s:.2f} | {s / step:.1f} |" for how, s in seconds.items()]
+    return "\n".join(
+        [
+            f"A request of {n_voice} positions of reference voice and {n_text} of text, after "
+            f"another request with the same voice (an entry of {nbytes:.0f} MiB):",
+            "",
+            "| the voice is | s until the first logits | in steps |",
+            "| --- | --- | --- |",
+            *rows,
+        ]
+    )
+
+
 def plot(reports: dict[str, bench.Report], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for type, report in reports.items():
@@ -88,7 +122,7 @@ def plot(reports: dict[str, bench.Report], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def page(reports: dict[str, bench.Report], image: str) -> str:
+def page(reports: dict[str, bench.Report], image: str, voice: str) -> str:
     today = datetime.date.today().isoformat()
     intro = f"""\
 Made by `{shlex.join(["python", *sys.argv])}` (`make bench`) on {today}. Random weights of S2 Pro's
@@ -99,7 +133,8 @@ step's median."""
     parts = ["# How fast it is", intro, f"![step time against position]({image})"]
     for type, report in reports.items():
         parts += [f"## {type}", bench.markdown(report), "\n".join(growth(report))]
-    return "\n\n".join([*parts, "## Beside others", OTHERS]) + "\n"
+    parts += ["## A reference voice, reused (q4_k)", voice, "## Beside others", OTHERS]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -115,7 +150,7 @@ def main() -> None:
     }
     image = options.out.with_name("step-time.png")
     plot(reports, image)
-    options.out.write_text(page(reports, image.name), encoding="utf-8")
+    options.out.write_text(page(reports, image.name, reuse("q4_k")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -453,10 +453,10 @@ class Model(Closing):
         Open sessions keep its weights until they are closed.
         """
         with self._lock:
+            self._handle.close()
             batches, self._batches = self._batches, {}
         for batch in batches.values():
             batch.close()
-        self._handle.close()
 
     def __repr__(self) -> str:
         state = (

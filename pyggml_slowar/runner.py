@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,6 +93,8 @@ class BatchRunner:
     ------
     DeviceMemoryError
         The caches do not fit.
+    TypeError, ValueError
+        An argument is out of range, or ``cache`` is another model's.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class BatchRunner:
         cache: PrefixCache | None = None,
     ) -> None:
         max_batch = as_int("max_batch", max_batch, 1, 128)
+        if cache is not None and cache.model is not model:
+            raise ValueError("the prefix cache is of another model")
         self.model = model
         self.n_ctx = n_ctx
         self._max_queue = as_int("max_queue", max_queue, 1, 2**31 - 1)
@@ -274,7 +278,10 @@ class BatchRunner:
         request.session.reset()
         self._running.append(request)
         if self._cache is not None:
-            request.done = self._cache.load(request.session, request.prompt)
+            try:
+                request.done = self._cache.load(request.session, request.prompt)
+            except Exception as error:
+                self._fail(request, error)
 
     def _advance(self) -> None:
         """One evaluation: a frame of each request that has one, and prompts, the oldest first."""
@@ -314,10 +321,10 @@ class BatchRunner:
             request.done += n
             if request.done < len(request.prompt):
                 return
-            if self._cache is not None and request.session is not None:
-                self._cache.store(request.session)
         request.output = out
         try:
+            if request.frame is None and self._cache is not None and request.session is not None:
+                self._cache.store(request.session)
             request.frame = self._choose(request, out)
         except BaseException as error:
             self._fail(request, error)
@@ -339,20 +346,18 @@ class BatchRunner:
         n_row = 1 + self.model.config.n_codebook
         frames = np.concatenate([np.empty((0, n_row), np.int32), *request.frames])
         assert request.output is not None
-        try:
+        if self._end(request, "finished"):
             request.future.set_result(Result(frames, request.output))
-            self._end(request, "finished")
-        except InvalidStateError:  # cancelled meanwhile
-            self._end(request, "cancelled")
 
     def _fail(self, request: _Request, error: BaseException) -> None:
-        try:
+        if isinstance(error, StopIteration):  # which asyncio's futures refuse
+            error = RuntimeError("choose raised StopIteration")
+        if self._end(request, "failed"):
             request.future.set_exception(error)
-            self._end(request, "failed")
-        except InvalidStateError:
-            self._end(request, "cancelled")
 
-    def _end(self, request: _Request, how: str) -> None:
+    def _end(self, request: _Request, how: str) -> bool:
+        """Let go of a request. False: it was cancelled, and those who wait for it know now."""
+        wanted = request.future.set_running_or_notify_cancel()
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -361,4 +366,5 @@ class BatchRunner:
             if request.session is not None:
                 self._free.append(request.session)
                 request.session = None
-            self._counts[how] += 1
+            self._counts[how if wanted else "cancelled"] += 1
+        return wanted
