@@ -84,12 +84,14 @@ slowar_estimate session::estimate(int32_t max_seq_len) {
     choose_path();
     slowar_estimate out                                                 = {};
     (evaluator_.on_gpu() ? out.n_bytes_kv_device : out.n_bytes_kv_host) = cache_->n_bytes();
-    for (const int32_t n : { 1, n_batch_ }) {
-        if (n > 0) {
-            const std::vector<size_t> sizes  = evaluator_.measure(far_end(n));
-            out.n_bytes_compute_host        += sizes.back();
-            out.n_bytes_compute_device      += evaluator_.on_gpu() ? sizes.front() : 0;
-        }
+    std::vector<int32_t> lengths                                        = { 1 };
+    if (std::min(n_batch_, max_seq_len) > 1) {
+        lengths.push_back(n_batch_);
+    }
+    for (const int32_t n : lengths) {
+        const std::vector<size_t> sizes  = evaluator_.measure(far_end(n));
+        out.n_bytes_compute_host        += sizes.back();
+        out.n_bytes_compute_device      += evaluator_.on_gpu() ? sizes.front() : 0;
     }
     clear_kv_cache();
     return out;

@@ -302,7 +302,7 @@ class Model(Closing):
         """
         from ._batch import MOST, eval_batch
 
-        rows = np.asarray(frames)
+        rows = np.asanyarray(frames)  # a mask must come to the gate
         if rows.ndim != 2 or len(rows) != len(sessions):
             raise ValueError(
                 f"frames have shape {rows.shape}, expected "

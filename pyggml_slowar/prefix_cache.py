@@ -159,7 +159,7 @@ def _digests(session: Session, tokens: Flat) -> list[bytes]:
     c = session.model.config
     rows = tokens.astype("<i4")
     rows[(rows[:, 0] < c.semantic_begin_id) | (rows[:, 0] > c.semantic_end_id), 1:] = 0
-    running = hashlib.sha256(f"{session.kv_type} {session.attention} ".encode())
+    running = hashlib.sha256(f"{session.kv_type} {session._kernel} ".encode())
     out = []
     for row in rows:
         running.update(row.data)

@@ -41,6 +41,9 @@ _PAGE = 4096
 _MOST_HEADER = 65536
 _PIECE = 1 << 22  # bytes hashed or written at a time, so that Ctrl-C gets through
 
+KV_TYPES = ("f16", "bf16", "f32", "q8_0")
+KERNELS = ("reference", "flash", "ggml")
+
 # Of every tensor this many pieces of this size, evenly spread, go into the fingerprint.
 _SAMPLES = 16
 _SAMPLE_BYTES = 64
@@ -138,6 +141,10 @@ def _parse(data: npt.NDArray[np.uint8], n_header: int) -> Past:
     shape = tuple(int(n) for n in head["kv"])
     if len(shape) != 3 or shape[1] != n_past or min(n_past, n_row, *shape) < 0:
         raise ValueError(f"shapes {head['tokens']} and {head['kv']} do not belong together")
+    if head["kv_type"] not in KV_TYPES or head["attention"] not in KERNELS:
+        raise ValueError(f"KV type {head['kv_type']!r}, attention {head['attention']!r}")
+    if not n_past <= head["max_seq_len"] < 2**30 or head["max_seq_len"] < 1:
+        raise ValueError(f"max_seq_len {head['max_seq_len']!r} with {n_past} positions")
     begin = _padded(_FIXED.size + n_header)
     middle = begin + 4 * n_past * n_row
     kv = data[_padded(middle) :]
@@ -159,14 +166,14 @@ def load(model: Model, path: Path, options: dict[str, Any]) -> Session:
     if past.fingerprint != model.fingerprint():
         raise _bad(path, "it was saved with another model")
     n = len(past.tokens)
-    length = options.pop("max_seq_len", max(past.max_seq_len, 1))
-    given = options.pop("attention", None)
-    attention = past.attention if given is None else given
+    length = options.pop("max_seq_len", None)
+    length = past.max_seq_len if length is None else length
+    attention = options.pop("attention", past.attention)
     if options.setdefault("kv_type", past.kv_type) != past.kv_type:
         raise ValueError(f"kv_type is {options['kv_type']!r}, {path} has {past.kv_type!r}")
     session = model.session(length, attention=attention, **options)
     try:
-        if session.attention != past.attention:
+        if session._kernel != past.attention:
             raise ValueError(f"attention is {attention!r}, {path} has {past.attention!r}")
         if n > session.max_seq_len:
             raise errors.ContextFullError(

@@ -315,7 +315,7 @@ class Session(Closing):
             return saved.Past(
                 fingerprint=fingerprint,
                 kv_type=self.kv_type,
-                attention=self.attention,
+                attention=self._kernel,
                 max_seq_len=self.max_seq_len,
                 tokens=self._tokens[:n].copy(),
                 kv=self._read_kv(pointer, n),
@@ -408,29 +408,30 @@ class Session(Closing):
     def _run(self, pointer: Any, flat: Flat, which: int, how: _Way) -> Output:
         """All positions of ``flat`` or none: the way of every evaluation."""
         self._check_room(flat)
-        chunk = how.chunk or len(flat)
-        if chunk < len(flat) or how.cache is not None:
+        if (how.chunk or len(flat)) < len(flat) or how.cache is not None:
             # A bad id in the last chunk must not cost the evaluation of the first.
             self.model._check_tokens(flat)
 
         def body() -> Output:
             if how.cache is None:
-                return self._run_chunks(pointer, flat, which, chunk, how.progress)
-            n = how.cache._load(self, pointer, flat)
-            out = self._run_chunks(pointer, flat[n:], which, chunk, how.progress)
+                return self._run_chunks(pointer, flat, which, how)
+            known = how.cache._load(self, pointer, flat)
+            out = self._run_chunks(pointer, flat, which, how, known)
             how.cache._store(self, pointer)
             return out
 
         return self._all_or_nothing(pointer, body)
 
     def _run_chunks(
-        self, pointer: Any, flat: Flat, which: int, chunk: int, progress: Progress | None
+        self, pointer: Any, flat: Flat, which: int, how: _Way, known: int = 0
     ) -> Output:
+        """The positions of ``flat`` from ``known`` on."""
         n = len(flat)
+        chunk = how.chunk or n
         ids = self._ids[which]
         hidden = np.empty(self._config.n_embd, np.float32)
         logits = np.empty(len(ids), np.float32)
-        for at in range(0, n, chunk):
+        for at in range(known, n, chunk):
             part = flat[at : at + chunk]
             last = at + chunk >= n
             mark = self._threads.before()
@@ -446,8 +447,8 @@ class Session(Closing):
             )
             self._threads.after(mark)
             self._note(pointer, part)
-            if progress is not None:
-                progress(at + len(part), n)
+            if how.progress is not None:
+                how.progress(at + len(part), n)
         return Output(hidden, logits, ids)
 
     # ---- looking inside
@@ -554,6 +555,11 @@ class Session(Closing):
     def compute_nbytes(self) -> int:
         """Bytes held for intermediate results; grows to what the longest evaluation needed."""
         return int(self._state.n_bytes_compute)
+
+    @property
+    def _kernel(self) -> str:
+        """What pasts are told apart by: ggml's kernel sums in another way than ours."""
+        return "ggml" if self._asked == "ggml" else self.attention
 
     @property
     def n_planned(self) -> int:
