@@ -109,11 +109,16 @@ def test_make_model(folder: Path, type: str) -> None:
 
 def test_bench(folder: Path) -> None:
     words = ("bench", "tiny.gguf", "--past", "8,16", "--prefill", "8,16", "--repeats", "2")
-    done = slowar(*words, "--json", "--threads", 1, cwd=folder)
+    more = ("--batch", "1,3", "--contended", "--threads", 1)
+    done = slowar(*words, "--json", *more, cwd=folder)
     report = json.loads(done.stdout)
     # Two paths at two positions; two lengths and the longer behind the shorter.
     assert len(report["steps"]) == 4
     assert len(report["prefills"]) == 6
+    assert len(report["contended"]) == 4
+    assert [b["n_sessions"] for b in report["batches"]] == [1, 3]
+    for b in report["batches"]:
+        assert b["tokens_per_second"] == pytest.approx(b["n_sessions"] * 1e3 / b["median_ms"])
     assert all(step["low_ms"] <= step["median_ms"] <= step["high_ms"] for step in report["steps"])
     table = slowar(*words, "--repack", "both", "--threads", 1, cwd=folder).stdout
     assert "21.53 steps a second" in table
