@@ -12,6 +12,9 @@ namespace slowar {
 // The documented size, once for steps and once for batches; the largest model that config.cpp lets through needs half.
 static const size_t context_bytes = 10 * 1024 * 1024;
 
+// The documented size of the reference's graph: room for the nodes of any model that config.cpp lets through.
+static const size_t max_graph_nodes = 32768;
+
 // A cache is looked at in blocks of this many slots where a graph depends on it, so that it serves as many steps.
 static const int32_t kv_block = 256;
 
@@ -40,11 +43,10 @@ static void check_plan_memory(ggml_cgraph * nodes) {
 // Room for the nodes and leaves of a graph. A lone reference has the documented one; else what a layer (fewer than 64), a
 // codebook, an extra id and a segment in a layer can come to.
 static size_t room_for(const config & c, const graph_shape & shape, size_t n_extra_ids) {
-    const bool   is_reference = shape.segments[0].attention == attention_path::reference;
-    const size_t n_segments   = shape.segments.size();
-    const size_t n_nodes      = size_t(64 * c.n_layer + 4 * c.n_codebook) + 4 * n_extra_ids + 128 +
-                                (n_segments - 1) * size_t((is_reference ? 40 : 24) * c.n_layer + 8);
-    return is_reference ? std::max(n_nodes, max_graph_nodes) : n_nodes;
+    const size_t n_segments = shape.segments.size();
+    const size_t n_nodes    = size_t(64 * c.n_layer + 4 * c.n_codebook) + 4 * n_extra_ids + 128 +
+                              (n_segments - 1) * size_t((shape.is_reference() ? 40 : 24) * c.n_layer + 8);
+    return shape.is_reference() ? std::max(n_nodes, max_graph_nodes) : n_nodes;
 }
 
 void planned_graph::make_room(const graph_shape & shape, size_t n_extra_ids) {
@@ -69,8 +71,8 @@ void planned_graph::make_room(const graph_shape & shape, size_t n_extra_ids) {
 }
 
 const graph & planned_graph::build(const std::vector<int32_t> & extra_ids, int n_threads, const graph_shape & shape) {
-    make_room(shape, extra_ids.size());
     drop();
+    make_room(shape, extra_ids.size());
     context_.reset();
     context_.reset(ggml_init({ context_bytes_, buffer_.get(), /*no_alloc =*/true }));
     graph_ = build_graph(context_.get(), { w_, extra_ids, n_threads, max_nodes_ }, shape);
@@ -154,7 +156,7 @@ evaluator::evaluator(std::shared_ptr<const weights> w, int32_t n_threads, std::v
 }
 
 planned_graph & evaluator::plan_for(const graph_shape & shape) {
-    return shape.n_tokens() == int(shape.segments.size()) ? step_ : batch_;
+    return shape.all_single() ? step_ : batch_;
 }
 
 graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) const {
@@ -182,19 +184,23 @@ graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) con
     return shape;
 }
 
-const graph & evaluator::graph_of(const std::vector<task> & tasks, output out) {
+planned_graph & evaluator::built(const std::vector<task> & tasks, output out) {
     const graph_shape shape = shape_of(tasks, out);
-    return plan_for(shape).build(extra_ids_, n_threads_, shape);
+    planned_graph &   plan  = plan_for(shape);
+    plan.build(extra_ids_, n_threads_, shape);
+    return plan;
+}
+
+const graph & evaluator::graph_of(const std::vector<task> & tasks, output out) {
+    return built(tasks, out).get();
 }
 
 void evaluator::reserve(const std::vector<task> & tasks) {
-    graph_of(tasks, output::full);
-    plan_for(shape_of(tasks, output::full)).reserve();
+    built(tasks, output::full).reserve();
 }
 
 std::vector<size_t> evaluator::measure(const std::vector<task> & tasks) {
-    graph_of(tasks, output::full);
-    return plan_for(shape_of(tasks, output::full)).measure();
+    return built(tasks, output::full).measure();
 }
 
 bool evaluator::has_operations(const graph & g) const {
@@ -241,8 +247,7 @@ void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_thre
         }
         read_traces(g);
     }
-    const bool is_reference = shape.segments[0].attention == attention_path::reference;
-    if (is_reference || !trace_names.empty() || status != GGML_STATUS_SUCCESS) {
+    if (shape.is_reference() || !trace_names.empty() || status != GGML_STATUS_SUCCESS) {
         plan.drop();
     }
     if (status != GGML_STATUS_SUCCESS) {

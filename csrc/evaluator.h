@@ -8,7 +8,6 @@
 #include "weights.h"
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -104,6 +103,8 @@ class evaluator {
     // Gives compute memory back.
     void forget();
 
+    const weights & model() const { return *w_; }
+
     bool on_gpu() const { return bool(gpu_); }
 
     int32_t n_threads() const { return n_threads_; }
@@ -123,6 +124,7 @@ class evaluator {
   private:
     graph_shape     shape_of(const std::vector<task> & tasks, output out) const;
     planned_graph & plan_for(const graph_shape & shape);
+    planned_graph & built(const std::vector<task> & tasks, output out);
     void            set_inputs(const graph & g, const std::vector<task> & tasks) const;
     void            mark_traces(const graph & g) const;
     void            read_traces(const graph & g);

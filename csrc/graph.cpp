@@ -30,11 +30,9 @@ class builder {
     }
 
   private:
-    bool is_reference() const { return shape.segments[0].attention == attention_path::reference; }
+    bool is_reference() const { return shape.is_reference(); }
 
     bool is_alone() const { return shape.segments.size() == 1; }
-
-    bool all_single() const { return n_tokens == int(shape.segments.size()); }
 
     // Behind the last layer's keys and values only the last positions are asked for. The documented graph computes all.
     bool only_last(int il) const { return il == c.n_layer - 1 && !is_reference(); }
@@ -46,7 +44,7 @@ class builder {
         out.in.positions  = input(GGML_TYPE_I32, n_tokens, 1, "inp_positions");
         out.in.embd_scale = c.scale_codebook_embeddings ? input(GGML_TYPE_F32, 1, n_tokens, "inp_embd_scale") : nullptr;
         out.in.slots      = is_reference() ? nullptr : input(GGML_TYPE_I64, n_tokens, 1, "inp_slots");
-        if (!is_alone() && !all_single()) {
+        if (!is_alone() && !shape.all_single()) {
             out.in.last           = input(GGML_TYPE_I32, int64_t(shape.segments.size()), 1, "inp_last");
             out.in.last_positions = input(GGML_TYPE_I32, int64_t(shape.segments.size()), 1, "inp_last_positions");
         }
@@ -204,7 +202,7 @@ class builder {
         if (is_alone()) {
             return { part(q, 2, n_tokens - 1, 1), part(out.in.positions, 0, n_tokens - 1, 1) };
         }
-        if (all_single()) {
+        if (shape.all_single()) {
             return { q, out.in.positions };
         }
         ggml_tensor * rows = ggml_view_2d(ctx, q, c.q_size(), n_tokens, q->nb[2], 0);

@@ -47,6 +47,10 @@ struct graph_shape {
         return n;
     }
 
+    bool is_reference() const { return segments[0].attention == attention_path::reference; }
+
+    bool all_single() const { return n_tokens() == int(segments.size()); }
+
     bool operator==(const graph_shape & o) const { return out == o.out && segments == o.segments; }
 };
 
@@ -80,9 +84,6 @@ struct graph_context {
     int                          n_threads;
     size_t                       max_nodes;  // room for nodes and leaves
 };
-
-// The documented size of the reference's graph: room for the nodes of any model that config.cpp lets through.
-constexpr size_t max_graph_nodes = 32768;
 
 graph build_graph(ggml_context * ctx, const graph_context & with, const graph_shape & shape);
 

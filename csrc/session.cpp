@@ -24,10 +24,19 @@ ggml_backend_dev_t session::cache_device() const {
     return evaluator_.on_gpu() ? w_->device : cpu_device();
 }
 
-// The last n_tokens positions that the cache has room for: the dearest evaluation of so many.
-std::vector<task> session::far_end(int32_t n_tokens) const {
-    const int32_t n = std::min(n_tokens, cache_->max_seq_len());
-    return { { &*cache_, path_, cache_->max_seq_len() - n, n, nullptr } };
+std::vector<std::vector<task>> session::dearest(const kv_cache & cache) const {
+    std::vector<int32_t> lengths;
+    if (n_batch_ >= 0) {
+        lengths.push_back(1);
+    }
+    if (std::min(n_batch_, cache.max_seq_len()) > 1) {
+        lengths.push_back(std::min(n_batch_, cache.max_seq_len()));
+    }
+    std::vector<std::vector<task>> out;
+    for (const int32_t n : lengths) {
+        out.push_back({ { &cache, path_, cache.max_seq_len() - n, n, nullptr } });
+    }
+    return out;
 }
 
 void session::init_kv_cache(int32_t max_seq_len) {
@@ -35,11 +44,8 @@ void session::init_kv_cache(int32_t max_seq_len) {
     try {
         cache_.emplace(w_->hyper, cache_device(), kv_type_, max_seq_len);
         choose_path();
-        if (n_batch_ >= 0) {
-            evaluator_.reserve(far_end(1));
-        }
-        if (n_batch_ > 0) {
-            evaluator_.reserve(far_end(n_batch_));
+        for (const std::vector<task> & tasks : dearest(*cache_)) {
+            evaluator_.reserve(tasks);
         }
     } catch (...) {
         clear_kv_cache();
@@ -52,7 +58,7 @@ void session::choose_path() {
             : asked_ == SLOWAR_ATTENTION_GGML || evaluator_.on_gpu() ? attention_path::flash
                                                                      : attention_path::cpu;
     if (path_ == attention_path::flash && evaluator_.on_gpu() &&
-        !evaluator_.has_operations(evaluator_.graph_of(far_end(1), output::full))) {
+        !evaluator_.has_operations(evaluator_.graph_of({ { &*cache_, path_, 0, 1, nullptr } }, output::full))) {
         if (asked_ != SLOWAR_ATTENTION_AUTO) {
             fail(SLOWAR_DEVICE, "%s lacks an operation of the flash path; attention \"reference\" runs there",
                  ggml_backend_dev_name(w_->device));
@@ -73,6 +79,9 @@ void session::reserve(int32_t max_seq_len) {
         return;
     }
     kv_cache larger(w_->hyper, cache_device(), kv_type_, max_seq_len);
+    for (const std::vector<task> & tasks : dearest(larger)) {
+        evaluator_.reserve(tasks);
+    }
     if (n_past_ > 0) {
         larger.copy(*cache_, n_past_);
     }
@@ -84,12 +93,8 @@ slowar_estimate session::estimate(int32_t max_seq_len) {
     choose_path();
     slowar_estimate out                                                 = {};
     (evaluator_.on_gpu() ? out.n_bytes_kv_device : out.n_bytes_kv_host) = cache_->n_bytes();
-    std::vector<int32_t> lengths                                        = { 1 };
-    if (std::min(n_batch_, max_seq_len) > 1) {
-        lengths.push_back(n_batch_);
-    }
-    for (const int32_t n : lengths) {
-        const std::vector<size_t> sizes  = evaluator_.measure(far_end(n));
+    for (const std::vector<task> & tasks : dearest(*cache_)) {
+        const std::vector<size_t> sizes  = evaluator_.measure(tasks);
         out.n_bytes_compute_host        += sizes.back();
         out.n_bytes_compute_device      += evaluator_.on_gpu() ? sizes.front() : 0;
     }
@@ -143,7 +148,7 @@ void session::write_kv(int32_t first, int32_t n, const void * from, uint64_t n_b
     n_past_ = first + n;
 }
 
-task session::next(const int32_t * tokens, int32_t n_tokens, const char * whose) const {
+task session::task_for(const int32_t * tokens, int32_t n_tokens, const char * whose) const {
     const kv_cache & cache = need_cache(whose);
     if (n_tokens > cache.max_seq_len() - n_past_) {
         fail(SLOWAR_CONTEXT_FULL, "%s%d positions do not fit behind position %d in a cache of %d", whose, n_tokens,
@@ -152,10 +157,9 @@ task session::next(const int32_t * tokens, int32_t n_tokens, const char * whose)
     return { &cache, path_, n_past_, n_tokens, tokens };
 }
 
-void session::eval_cached(const int32_t * tokens, int32_t n_tokens, output out, int32_t n_threads, float * hidden,
-                          float * logits) {
-    evaluator_.eval({ next(tokens, n_tokens) }, out, n_threads, hidden, logits);
-    advance(n_tokens);
+void session::eval_cached(const task & t, output out, int32_t n_threads, float * hidden, float * logits) {
+    evaluator_.eval({ t }, out, n_threads, hidden, logits);
+    advance(t.n_tokens);
 }
 
 void session::select_traces(std::vector<std::string> names) {

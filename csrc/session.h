@@ -3,6 +3,8 @@
 
 #include "evaluator.h"
 
+#include <optional>
+
 namespace slowar {
 
 class session {
@@ -24,14 +26,13 @@ class session {
     void read_kv(int32_t first, int32_t n, void * out, uint64_t n_bytes) const;
     void write_kv(int32_t first, int32_t n, const void * from, uint64_t n_bytes);
 
-    // tokens are position-major and already checked. hidden and logits may be nullptr.
-    void eval_cached(const int32_t * tokens, int32_t n_tokens, output out, int32_t n_threads, float * hidden,
-                     float * logits);
-
     // What an evaluation needs to know of this session. `whose` opens the message. Throws SLOWAR_STATE, SLOWAR_CONTEXT_FULL.
-    task next(const int32_t * tokens, int32_t n_tokens, const char * whose = "") const;
+    task task_for(const int32_t * tokens, int32_t n_tokens, const char * whose = "") const;
 
-    // After an evaluation of `next`.
+    // Evaluates it and moves on. hidden and logits may be nullptr.
+    void eval_cached(const task & t, output out, int32_t n_threads, float * hidden, float * logits);
+
+    // After it was evaluated in a batch.
     void advance(int32_t n_tokens) { n_past_ += n_tokens; }
 
     slowar_session_state state() const;
@@ -45,7 +46,8 @@ class session {
     // What an evaluation of n_tokens at n_past computes, in order. Drops the graph that was ready.
     std::vector<slowar_node> graph_nodes(int32_t n_past, int32_t n_tokens);
 
-    // Bytes of cache and compute memory that init_kv_cache would take, on the device and beside the CPU.
+    // Bytes of cache and compute memory that init_kv_cache would take, on the device and beside the CPU. Of a session
+    // without a cache.
     slowar_estimate estimate(int32_t max_seq_len);
 
     void                       select_traces(std::vector<std::string> names);
@@ -55,8 +57,10 @@ class session {
     const kv_cache &   need_cache(const char * whose = "") const;
     ggml_backend_dev_t cache_device() const;
     void               check_range(int32_t first, int32_t n, int32_t most, uint64_t n_bytes) const;
-    std::vector<task>  far_end(int32_t n_tokens) const;
-    void               choose_path();
+    // The longest evaluations for which compute memory comes with this cache, at its far end, where they are dearest.
+    std::vector<std::vector<task>> dearest(const kv_cache & cache) const;
+
+    void choose_path();
 
     std::shared_ptr<const weights> w_;
     int32_t                        n_batch_;

@@ -31,11 +31,10 @@ struct slowar_session {
 
 struct slowar_batch {
     slowar_batch(std::shared_ptr<const weights> w, int32_t n_threads, std::vector<int32_t> extra_ids)
-        : w(w), e(std::move(w), n_threads, std::move(extra_ids)) {}
+        : e(std::move(w), n_threads, std::move(extra_ids)) {}
 
-    std::shared_ptr<const weights> w;
-    evaluator                      e;
-    int64_t                        owner = process_id();
+    evaluator e;
+    int64_t   owner = process_id();
 };
 
 namespace {
@@ -88,7 +87,7 @@ template <typename list_t> auto & at(list_t & list, int32_t i, const char * what
 
 // `whose` opens the message.
 void check_tokens(const config & c, const int32_t * tokens, int32_t n_tokens, const char * whose = "") {
-    need(tokens, "tokens");
+    need(tokens, text("%stokens", whose).c_str());
     if (n_tokens <= 0) {
         fail(SLOWAR_ARGUMENT, "%sn_tokens is %d, expected 1 or more", whose, n_tokens);
     }
@@ -155,6 +154,36 @@ void check_params(const config & c, const slowar_session_params & p) {
         fail(SLOWAR_ARGUMENT, "n_batch is %d, expected -1 or more", p.n_batch);
     }
     check_extra_ids(c, p.extra_ids, p.n_extra_ids);
+}
+
+// What the sessions of a batch evaluate, once nothing speaks against it.
+std::vector<task> tasks_of(const evaluator & e, const slowar_batch_item * items, int32_t n_items, bool needs_ids) {
+    std::vector<task> tasks;
+    for (int32_t i = 0; i < n_items; i++) {
+        const slowar_batch_item & item  = items[i];
+        const std::string         whose = text("item %d: ", i);
+        need(item.session, (whose + "its session").c_str());
+        session & s = owned(item.session).s;
+        if (s.model() != &e.model()) {
+            fail(SLOWAR_ARGUMENT, "%sits session is on another model", whose.c_str());
+        }
+        if (needs_ids && s.extra_ids() != e.extra_ids()) {
+            fail(SLOWAR_ARGUMENT, "%sits session has other extra ids than the batch", whose.c_str());
+        }
+        for (int32_t j = 0; j < i; j++) {
+            if (items[j].session == item.session) {
+                fail(SLOWAR_ARGUMENT, "%sits session is item %d's too", whose.c_str(), j);
+            }
+        }
+        check_tokens(s.hyper(), item.tokens, item.n_tokens, whose.c_str());
+        tasks.push_back(s.task_for(item.tokens, item.n_tokens, whose.c_str()));
+        if ((tasks[0].attention == attention_path::reference) !=
+            (tasks.back().attention == attention_path::reference)) {
+            fail(SLOWAR_ARGUMENT, "%sone of its and item 0's session uses the reference, the other does not",
+                 whose.c_str());
+        }
+    }
+    return tasks;
 }
 
 output output_for(slowar_logits which, const float * hidden, const float * logits) {
@@ -334,9 +363,9 @@ slowar_status slowar_session_estimate(const slowar_model * model, const slowar_s
     });
 }
 
-slowar_status slowar_check_tokens(const slowar_model * model, const int32_t * tokens, int32_t n_tokens,
+slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
                                   slowar_error * err) {
-    return guard(err, [&] { check_tokens(owned(model).w->hyper, tokens, n_tokens); });
+    return guard(err, [&] { check_tokens(owned(session).s.hyper(), tokens, n_tokens); });
 }
 
 slowar_status slowar_eval_cached(slowar_session * session, const int32_t * tokens, int32_t n_tokens,
@@ -346,7 +375,7 @@ slowar_status slowar_eval_cached(slowar_session * session, const int32_t * token
         auto & s = owned(session).s;
         check_tokens(s.hyper(), tokens, n_tokens);
         check_threads(n_threads, s.state().n_threads);
-        s.eval_cached(tokens, n_tokens, output_for(which, hidden, logits), n_threads, hidden, logits);
+        s.eval_cached(s.task_for(tokens, n_tokens), output_for(which, hidden, logits), n_threads, hidden, logits);
     });
 }
 
@@ -384,29 +413,8 @@ slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * 
             fail(SLOWAR_ARGUMENT, "%d items, expected 1 to %d", n_items, max_items);
         }
         check_threads(n_threads, b.e.n_threads());
-        std::vector<task> tasks;
-        for (int32_t i = 0; i < n_items; i++) {
-            const slowar_batch_item & item = items[i];
-            session &                 s    = owned(item.session).s;
-            if (s.model() != b.w.get()) {
-                fail(SLOWAR_ARGUMENT, "item %d: its session is on another model", i);
-            }
-            if (logits && which == SLOWAR_LOGITS_SEMANTIC && s.extra_ids() != b.e.extra_ids()) {
-                fail(SLOWAR_ARGUMENT, "item %d: its session has other extra ids than the batch", i);
-            }
-            check_tokens(s.hyper(), item.tokens, item.n_tokens, text("item %d: ", i).c_str());
-            tasks.push_back(s.next(item.tokens, item.n_tokens, text("item %d: ", i).c_str()));
-            for (int32_t j = 0; j < i; j++) {
-                if (items[j].session == item.session) {
-                    fail(SLOWAR_ARGUMENT, "item %d: its session is item %d's too", i, j);
-                }
-            }
-            if ((tasks[0].attention == attention_path::reference) !=
-                (tasks[size_t(i)].attention == attention_path::reference)) {
-                fail(SLOWAR_ARGUMENT, "item %d: one of its and item 0's session uses the reference, the other does not",
-                     i);
-            }
-        }
+        const bool              needs_ids = logits && which == SLOWAR_LOGITS_SEMANTIC;
+        const std::vector<task> tasks     = tasks_of(b.e, items, n_items, needs_ids);
         b.e.eval(tasks, output_for(which, hidden, logits), n_threads, hidden, logits);
         for (int32_t i = 0; i < n_items; i++) {
             owned(items[i].session).s.advance(items[i].n_tokens);

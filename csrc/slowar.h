@@ -5,7 +5,7 @@
  * preprocessor line may stand there. No ggml type appears in it.
  *
  * Two nouns. A model is weights on devices and never changes once open; a session is the KV cache and the position of
- * one sequence. Many sessions may share one model.
+ * one sequence. Many sessions may share one model; a batch is what evaluates several of them at once.
  *
  * Rules that hold for every function:
  *   - What can fail returns a slowar_status and writes the reason to `err` (which may be NULL). A failing call leaves
@@ -14,7 +14,8 @@
  *   - A handle belongs to the process that made it. After fork() the child gets SLOWAR_STATE from every call on it, and
  *     closing it there does nothing (its threads and device contexts were not inherited).
  *   - Calls on different handles may run in different threads at once. Calls on one session must not overlap: the
- *     caller serialises them, slowar_session_close included.
+ *     caller serialises them, slowar_session_close included. slowar_eval_batch is a call on the batch and on the session
+ *     of each item.
  *   - All integers are host order; all floats are IEEE float32; text is UTF-8 and NUL-terminated.
  */
 #ifndef SLOWAR_H
@@ -156,7 +157,7 @@ typedef struct slowar_tensor {
 slowar_status slowar_model_open(slowar_model ** out, const char * path, const slowar_model_params * params,
                                 slowar_error * err);
 
-/* Gives the handle back; the weights live as long as the last session on them. NULL is fine. */
+/* Gives the handle back; the weights live as long as the last session or batch on them. NULL is fine. */
 void slowar_model_close(slowar_model * model);
 
 slowar_status slowar_model_config(const slowar_model * model, slowar_config * out, slowar_error * err);
@@ -242,8 +243,9 @@ slowar_status slowar_session_estimate(const slowar_model * model, const slowar_s
 
 /* What slowar_eval_cached checks first, for a prompt that will be evaluated in several parts: every id in 0 .. n_vocab-1
  * and, on semantic positions, every code in 0 .. codebook_size-1. The message counts as the
- * array of the Python side does: row 0 is the id, rows 1 .. n_codebook are codes, columns are positions. */
-slowar_status slowar_check_tokens(const slowar_model * model, const int32_t * tokens, int32_t n_tokens,
+ * array of the Python side does: row 0 is the id, rows 1 .. n_codebook are codes, columns are positions. It reads only
+ * what never changes and may overlap any other call on the session but slowar_session_close. */
+slowar_status slowar_check_tokens(const slowar_session * session, const int32_t * tokens, int32_t n_tokens,
                                   slowar_error * err);
 
 /* The one computation. Evaluates n_tokens positions behind the n_past there are, then moves n_past.
@@ -304,7 +306,7 @@ typedef struct slowar_node {
 slowar_status slowar_graph_nodes(slowar_session * session, int32_t n_past, int32_t n_tokens, slowar_node * out,
                                  int32_t capacity, int32_t * n_nodes, slowar_error * err);
 
-/* From now on every evaluation keeps a float32 copy of these named tensors ("l_out-0", ...), until it is called with
+/* From now on every evaluation of the session alone keeps a float32 copy of these named tensors ("l_out-0", ...), until it is called with
  * n_names = 0. A name the graph does not have makes the evaluation fail with SLOWAR_ARGUMENT. */
 slowar_status slowar_trace_select(slowar_session * session, const char * const * names, int32_t n_names,
                                   slowar_error * err);

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.ma as ma  # numpy's own import of it is lazy, and a fork could come in between
 import numpy.typing as npt
 
+from ._native import call, ffi, lib
+
 if TYPE_CHECKING:
     from .model import Config
 
@@ -91,3 +93,8 @@ def _narrowed(array: npt.NDArray[Any], config: Config) -> npt.NDArray[Any]:
         )
     array[1:, text] = 0
     return array
+
+
+def check_tokens(pointer: Any, flat: Flat) -> None:
+    """Raise ValueError for an id or a code out of range. ``pointer`` is any open session's."""
+    call(lib.slowar_check_tokens, pointer, ffi.from_buffer("int32_t[]", flat), len(flat))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import errors
-from ._arrays import Flat, as_frame, as_prompt
+from ._arrays import Flat, as_frame, as_prompt, check_tokens
 from ._native import Closing, Handle, call, ffi, lib, together
 from ._threads import Threads
 from .session import LOGITS, Output, one_of
@@ -72,8 +73,12 @@ class Batch(Closing):
         return together(handles, lambda pointers: self._run(pointers, group, chunk))
 
     def _run(self, pointers: Sequence[Any], group: Group, chunk: int) -> Output:
-        for i, (session, flat) in enumerate(zip(group.sessions, group.flats, strict=True)):
-            _naming(i, lambda s=session, f=flat: s._check_room(f))  # type: ignore[misc]
+        pairs = zip(group.sessions, pointers[1:], group.flats, strict=True)
+        for i, (session, pointer, flat) in enumerate(pairs):
+            session._refresh(pointer)
+            with _naming(i):
+                session._check_room(flat)
+                check_tokens(pointer, flat)
         ids = group.sessions[0]._ids[group.which]
         out = Output(
             np.empty((len(group.sessions), self._n_embd), np.float32),
@@ -156,9 +161,9 @@ def eval_batch(
         first = next(j for j, other in enumerate(sessions) if other is session)
         if first != i:
             raise ValueError(f"item {i}: its session is item {first}'s too")
-        _naming(i, session._handle.check)
-        flats.append(_naming(i, lambda t=tokens: gate(t, model.config)))  # type: ignore[misc]
-        _naming(i, lambda f=flats[i]: model._check_tokens(f))  # type: ignore[misc]
+        with _naming(i):
+            session._handle.check()
+            flats.append(gate(tokens, model.config))
     which = _which(sessions, logits)
     extra = {s.extra_ids for s in sessions}
     if which == LOGITS["semantic"] and len(extra) > 1:
@@ -180,9 +185,10 @@ def _which(sessions: Sequence[Session], logits: Logits | None) -> int:
     return found.pop()
 
 
-def _naming(i: int, body: Callable[[], Any]) -> Any:
-    """``body``, whose complaint is about item ``i``."""
+@contextmanager
+def _naming(i: int) -> Iterator[None]:
+    """Whatever is wrong in here is about item ``i``."""
     try:
-        return body()
+        yield
     except (TypeError, ValueError, errors.SlowARError) as error:
         raise type(error)(f"item {i}: {error}") from None

@@ -42,7 +42,7 @@ class Threads:
         self._lost = 0
         self._calm = 0
         self._patience = _PATIENCE[0]
-        self._tries = False
+        self._on_trial = False
 
     def before(self) -> Mark | None:
         """To be handed to ``after`` when the evaluation is done."""
@@ -60,7 +60,7 @@ class Threads:
             self._lost = 0
 
     def _judge(self, lost_per_second: float) -> None:
-        tried, self._tries = self._tries, False
+        tried, self._on_trial = self._on_trial, False
         if lost_per_second > _LOST:
             if tried:
                 self._patience = min(2 * self._patience, _PATIENCE[1])
@@ -73,7 +73,7 @@ class Threads:
         elif self._calm >= self._patience:
             self.n += 1
             self._calm = 0
-            self._tries = True
+            self._on_trial = True
 
 
 def _losses() -> int:

@@ -44,7 +44,7 @@ class Plan:
     past: Sequence[int] = (128, 640)
     prefill: Sequence[int] = (128, 512)
     batch: Sequence[int] = ()
-    """Sessions stepped together, at the first of ``past``, flash attention, semantic logits."""
+    """Sessions stepped together, at the smallest of ``past``, flash attention, semantic logits."""
     n_threads: int | None = None
     """None: ``device.default_threads()``, and beside a busy process as many as pay."""
     repeats: int = 7
@@ -227,7 +227,9 @@ def _measure_batches(
         groups = {
             repack: [
                 stack.enter_context(
-                    model.session(past + 1, n_threads=n_threads, logits="semantic", reserve=False)
+                    model.session(
+                        past + 1, n_threads=n_threads, logits="semantic", own_compute=False
+                    )
                 )
                 for _ in range(max(plan.batch))
             ]

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import device as _device
+from . import errors, saved
 from ._arrays import as_int
+from ._batch import MOST, Batch, eval_batch
 from ._native import Closing, Handle, call, ffi, lib, text
+from .prefix_cache import PrefixCache
+from .session import MAX_POSITIONS, Session, default_batch, session_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from ._arrays import Flat
-    from ._batch import Batch, Item
-    from .prefix_cache import PrefixCache
-    from .session import Logits, Output, Session
+    from ._batch import Item
+    from .session import Logits, Output
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Model(Closing):
         params.n_gpu_layers = n_gpu_layers
         params.use_mmap = mmap
         params.repack = repack
-        self._file_state = state_of(self.path)
+        self._file_state = saved.state_of(self.path)
         out = ffi.new("slowar_model **")
         call(lib.slowar_model_open, out, os.fsencode(self.path), params, path=self.path)
         self._handle = Handle(out[0], lib.slowar_model_close, "model")
@@ -178,7 +180,8 @@ class Model(Closing):
         self.n_params: int = info.n_params
         self._n_tensors: int = info.n_tensors
         self._device_bytes: int = info.n_bytes_device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call while it is held
+        self._process = os.getpid()
         self._batches: dict[tuple[int, bool, tuple[int, ...]], Batch] = {}
         self._fingerprint: bytes | None = None
         if n_gpu_layers > self.n_gpu_layers:
@@ -200,7 +203,7 @@ class Model(Closing):
         kv_type: str = "f16",
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
-        reserve: bool = True,
+        own_compute: bool = True,
     ) -> Session:
         """A new session on this model.
 
@@ -210,7 +213,8 @@ class Model(Closing):
             Positions its KV cache holds (prompt and new tokens together). None: call
             ``init_kv_cache`` later.
         n_threads
-            CPU threads of an evaluation, 1 to 512; None: ``default_threads()``.
+            CPU threads of an evaluation, 1 to 512; None: ``default_threads()``, and fewer while the
+            machine is shared.
         attention
             ``"flash"`` stores keys and values first and reads them in place: fast, and how a prompt
             is cut shows only in rounding (about 2e-5). ``"reference"`` is the documented graph.
@@ -224,7 +228,7 @@ class Model(Closing):
             ``"semantic"`` (the semantic ids, then ``extra_ids``) or ``"none"``.
         extra_ids
             Token ids whose logits follow the semantic ones, such as 151645, ``<|im_end|>``.
-        reserve
+        own_compute
             Set compute memory aside with the cache, so that no later evaluation wants more. False
             for a session that is only evaluated in batches, which have their own.
 
@@ -237,8 +241,6 @@ class Model(Closing):
         DeviceMemoryError
             The cache does not fit.
         """
-        from .session import Session
-
         return Session(
             self,
             max_seq_len,
@@ -247,7 +249,7 @@ class Model(Closing):
             kv_type=kv_type,
             logits=logits,
             extra_ids=extra_ids,
-            reserve=reserve,
+            own_compute=own_compute,
         )
 
     # ---- several sessions at once
@@ -285,9 +287,7 @@ class Model(Closing):
         DeviceMemoryError, ComputeError
             No session has moved.
         """
-        from ._batch import eval_batch
-
-        return eval_batch(self, items, logits, as_int("chunk", chunk, 1, 2**30))
+        return eval_batch(self, items, logits, as_int("chunk", chunk, 1, MAX_POSITIONS))
 
     def step_batch(
         self,
@@ -300,8 +300,6 @@ class Model(Closing):
 
         Otherwise as ``eval_batch``.
         """
-        from ._batch import MOST, eval_batch
-
         rows = np.asanyarray(frames)  # a mask must come to the gate
         if rows.ndim != 2 or len(rows) != len(sessions):
             raise ValueError(
@@ -326,14 +324,18 @@ class Model(Closing):
         )
 
     def _batch_for(self, sessions: Sequence[Session]) -> Batch:
-        from ._batch import Batch
-
+        self._handle.check()
         adapt = all(s._threads.adapts for s in sessions)
         key = (max(s.n_threads for s in sessions), adapt, sessions[0].extra_ids)
-        with self._lock:
-            if key not in self._batches:
-                self._batches[key] = Batch(self, n_threads=key[0], adapt=adapt, extra_ids=key[2])
+        if key not in self._batches:
+            made = Batch(self, n_threads=key[0], adapt=adapt, extra_ids=key[2])
+            with self._lock:
+                if self._handle.closed or self._batches.setdefault(key, made) is not made:
+                    made.close()
+        try:
             return self._batches[key]
+        except KeyError:
+            raise errors.SessionStateError("the model is closed") from None
 
     # ---- pasts as values
 
@@ -357,8 +359,6 @@ class Model(Closing):
         ContextFullError
             ``max_seq_len`` is less than the positions in it.
         """
-        from . import saved
-
         return saved.load(self, Path(os.fsdecode(path)), options)
 
     def prefix_cache(self, max_bytes: int) -> PrefixCache:
@@ -369,8 +369,6 @@ class Model(Closing):
         max_bytes
             Of host memory; what was used longest ago makes room.
         """
-        from .prefix_cache import PrefixCache
-
         return PrefixCache(self, as_int("max_bytes", max_bytes, 1, 2**62))
 
     def fingerprint(self) -> bytes:
@@ -385,12 +383,10 @@ class Model(Closing):
         SessionStateError
             It has changed since it was opened.
         """
-        from . import saved
-
-        with self._lock:
-            if self._fingerprint is None:
-                self._fingerprint = saved.fingerprint(self)
-            return self._fingerprint
+        self._handle.check()
+        if self._fingerprint is None:
+            self._fingerprint = saved.fingerprint(self)
+        return self._fingerprint
 
     def estimate(
         self,
@@ -408,21 +404,21 @@ class Model(Closing):
         max_seq_len, kv_type, attention
             As ``session`` has them.
         n_sessions
-            How many of them.
+            How many of them, each with compute memory of its own.
         chunk
             Positions of the longest evaluation; None: what a session sets aside.
 
         Returns
         -------
         Estimate
-            Bytes, beside the CPU and on the device. What a prefill at once (the reference's way)
-            needs grows with its length: say it as ``chunk``.
+            Bytes, beside the CPU and on the device, without those of batches. What a prefill at
+            once (the reference's way) needs grows with its length: say it as ``chunk``.
         """
-        from .session import default_batch, session_params
-
-        max_seq_len = as_int("max_seq_len", max_seq_len, 1, 2**30 - 1)
+        max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
         n_sessions = as_int("n_sessions", n_sessions, 0, 2**30)
-        size = default_batch(attention) if chunk is None else as_int("chunk", chunk, 1, 2**30 - 1)
+        size = (
+            default_batch(attention) if chunk is None else as_int("chunk", chunk, 1, MAX_POSITIONS)
+        )
         params, _keep = session_params(1, attention, kv_type, (), size)
         out = ffi.new("slowar_estimate *")
         self._handle.run(lambda p: call(lib.slowar_session_estimate, p, params, max_seq_len, out))
@@ -434,13 +430,6 @@ class Model(Closing):
             ),
         )
 
-    def _check_tokens(self, flat: Flat) -> None:
-        self._handle.run(
-            lambda p: call(
-                lib.slowar_check_tokens, p, ffi.from_buffer("int32_t[]", flat), len(flat)
-            )
-        )
-
     def tensors(self) -> list[TensorInfo]:
         """Every tensor the model uses, in the order of the forward pass."""
         return self._handle.run(
@@ -450,13 +439,15 @@ class Model(Closing):
     def close(self) -> None:
         """Give the model back; twice is fine.
 
-        Open sessions keep its weights until they are closed.
+        Open sessions keep its weights until they are closed, and can be evaluated, but neither
+        forked nor evaluated together.
         """
-        with self._lock:
-            self._handle.close()
-            batches, self._batches = self._batches, {}
-        for batch in batches.values():
-            batch.close()
+        self._handle.close()
+        if os.getpid() == self._process:
+            with self._lock:
+                batches, self._batches = self._batches, {}
+            for batch in batches.values():
+                batch.close()
 
     def __repr__(self) -> str:
         state = (
@@ -465,15 +456,6 @@ class Model(Closing):
             else f"{self.nbytes / 2**20:.0f} MiB on {self.device.name}"
         )
         return f"<Model {self.path!r}: {self.config.n_layer} layers, {state}>"
-
-
-def state_of(path: str) -> tuple[int, ...] | None:
-    """What changes when a file does; None: it is not there."""
-    try:
-        s = Path(path).stat()
-    except (OSError, ValueError):
-        return None
-    return (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns)
 
 
 def _tensor(pointer: object, i: int) -> TensorInfo:

@@ -83,11 +83,11 @@ class PrefixCache:
         Never the last of them: it is evaluated whether it is known or not, for its output.
         ``flat`` is a prompt as ``_arrays.as_prompt`` makes it, and fits.
         """
-        return session._handle.run(lambda pointer: self._load(session, pointer, flat))
+        return session._locked(lambda pointer: self._load(session, pointer, flat))
 
     def store(self, session: Session) -> None:
         """Keep all positions that the session has."""
-        session._handle.run(lambda pointer: self._store(session, pointer))
+        session._locked(lambda pointer: self._store(session, pointer))
 
     def _load(self, session: Session, pointer: Any, flat: Flat) -> int:
         if session.model is not self.model:
@@ -120,11 +120,13 @@ class PrefixCache:
             while self._entries and self._nbytes + entry.nbytes > self.max_bytes:
                 self._drop(next(iter(self._entries)))
                 self._evictions += 1
-            self._entries[self._next] = entry
-            for digest in digests:
-                self._index.setdefault(digest, set()).add(self._next)
+            # In this order Ctrl-C leaves an entry that is found less often, never a wrong one.
+            number = self._next
             self._next += 1
             self._nbytes += entry.nbytes
+            self._entries[number] = entry
+            for digest in digests:
+                self._index.setdefault(digest, set()).add(number)
 
     def _longest(self, digests: list[bytes]) -> tuple[_Entry, int] | None:
         """An entry and how many of its first positions these are."""
@@ -136,13 +138,14 @@ class PrefixCache:
         return None
 
     def _drop(self, number: int) -> None:
-        entry = self._entries.pop(number)
-        self._nbytes -= entry.nbytes
+        entry = self._entries[number]
         for digest in entry.digests:
-            owners = self._index[digest]
+            owners = self._index.get(digest, set())
             owners.discard(number)
             if not owners:
-                del self._index[digest]
+                self._index.pop(digest, None)
+        del self._entries[number]
+        self._nbytes -= entry.nbytes
 
     def __repr__(self) -> str:
         s = self.stats

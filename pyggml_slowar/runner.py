@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import errors
-from ._arrays import Flat, as_frame, as_int, as_prompt
-from ._batch import Group, evaluate
+from ._arrays import Flat, as_frame, as_int, as_prompt, check_tokens
+from ._batch import MOST, Group, evaluate
 from .session import Output
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class BatchRunner:
         extra_ids: Sequence[int] = (),
         cache: PrefixCache | None = None,
     ) -> None:
-        max_batch = as_int("max_batch", max_batch, 1, 128)
+        max_batch = as_int("max_batch", max_batch, 1, MOST)
         if cache is not None and cache.model is not model:
             raise ValueError("the prefix cache is of another model")
         self.model = model
@@ -132,7 +132,7 @@ class BatchRunner:
                     kv_type=kv_type,
                     logits=logits,
                     extra_ids=extra_ids,
-                    reserve=False,
+                    own_compute=False,
                 )
                 self._free.append(session)
                 session.init_kv_cache(n_ctx)
@@ -179,7 +179,6 @@ class BatchRunner:
             The runner is closed.
         """
         flat = as_prompt(prompt, self.model.config)
-        self.model._check_tokens(flat)
         if len(flat) > self.n_ctx:
             raise errors.ContextFullError(
                 f"a prompt of {len(flat)} positions does not fit in {self.n_ctx}"
@@ -191,6 +190,8 @@ class BatchRunner:
         with self._changed:
             if self._closing:
                 raise errors.SessionStateError("the runner is closed")
+            # Under this lock the sessions stay open, whatever they are doing.
+            check_tokens(self._sessions[0]._handle._pointer, flat)
             if len(self._waiting) >= self._max_queue:
                 raise errors.QueueFullError(f"{self._max_queue} requests wait already")
             self._waiting.append(request)
@@ -252,12 +253,12 @@ class BatchRunner:
             if self._closing:
                 return False
             waiting = list(self._waiting)
-        self._drop_late([*self._running, *waiting])
-        while self._free and (request := self._next()):
-            self._admit(request)
+        self._drop_over([*self._running, *waiting])
+        while self._admit():
+            pass
         return True
 
-    def _drop_late(self, requests: Sequence[_Request]) -> None:
+    def _drop_over(self, requests: Sequence[_Request]) -> None:
         now = time.monotonic()
         for request in requests:
             if request.future.cancelled():
@@ -269,19 +270,21 @@ class BatchRunner:
                 )
                 self._fail(request, late)
 
-    def _next(self) -> _Request | None:
+    def _admit(self) -> bool:
+        """Who has waited longest gets a session. False: nobody waits, or none is free."""
         with self._changed:
-            return self._waiting.popleft() if self._waiting else None
-
-    def _admit(self, request: _Request) -> None:
-        request.session = self._free.pop()
-        request.session.reset()
-        self._running.append(request)
-        if self._cache is not None:
-            try:
-                request.done = self._cache.load(request.session, request.prompt)
-            except Exception as error:
-                self._fail(request, error)
+            if not (self._free and self._waiting):
+                return False
+            request = self._waiting.popleft()
+            session = request.session = self._free.pop()
+            self._running.append(request)
+        try:
+            session.reset()
+            if self._cache is not None:
+                request.done = self._cache.load(session, request.prompt)
+        except Exception as error:
+            self._fail(request, error)
+        return True
 
     def _advance(self) -> None:
         """One evaluation: a frame of each request that has one, and prompts, the oldest first."""
@@ -337,7 +340,7 @@ class BatchRunner:
         if chosen is None:
             return None
         flat = as_frame(chosen, self.model.config)
-        self.model._check_tokens(flat)
+        check_tokens(self._sessions[0]._handle._pointer, flat)
         if len(request.prompt) + len(request.frames) >= self.n_ctx:
             raise errors.ContextFullError(f"the request has filled its {self.n_ctx} positions")
         return flat

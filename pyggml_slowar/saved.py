@@ -1,17 +1,4 @@
-"""A session's past in a file.
-
-    bytes 0 .. 8      b"SLOWARKV"
-    bytes 8 .. 12     format version, little-endian
-    bytes 12 .. 16    length of the header
-    bytes 16 .. 48    SHA-256 of all that follows
-    header            JSON: fingerprint, kv_type, attention, max_seq_len, shapes
-    padding           zeros up to a multiple of 4096
-    tokens            int32, (n_past, 1 + n_codebook)
-    padding           again
-    kv                bytes, (2 * n_layer, n_past, bytes of a row): keys, then values, of each layer
-
-All integers are little-endian.
-"""
+"""A session's past in a file; docs/sessions.md has the format."""
 
 from __future__ import annotations
 
@@ -29,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import errors
+from ._arrays import check_tokens
 
 if TYPE_CHECKING:
     from .model import Model
@@ -65,18 +53,26 @@ class Past:
 
 def fingerprint(model: Model) -> bytes:
     """SHA-256 of hyper-parameters, tensor table and sampled weights, read from the file."""
-    from .model import state_of
-
-    table = [(t.name, t.type, t.shape) for t in model.tensors()]
+    tensors = model.tensors()
+    table = [(t.name, t.type, t.shape) for t in tensors]
     digest = hashlib.sha256(json.dumps([asdict(model.config), table]).encode())
     with Path(model.path).open("rb") as file:
         if state_of(model.path) != model._file_state:
             raise errors.SessionStateError(f"{model.path} has changed since it was opened")
-        for tensor in model.tensors():
+        for tensor in tensors:
             for i in range(_SAMPLES):
                 file.seek(tensor.offset + max(tensor.nbytes - _SAMPLE_BYTES, 0) * i // _SAMPLES)
                 digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
     return digest.digest()
+
+
+def state_of(path: str) -> tuple[int, ...] | None:
+    """What changes when a file does; None: it is not there."""
+    try:
+        s = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns)
 
 
 def write(path: Path, past: Past) -> None:
@@ -182,9 +178,13 @@ def load(model: Model, path: Path, options: dict[str, Any]) -> Session:
         expected = session._kv_shape(n)
         if past.kv.shape != expected or past.tokens.shape[1] != 1 + model.config.n_codebook:
             raise _bad(path, f"keys and values have shape {past.kv.shape}, expected {expected}")
-        if n > 0:
-            model._check_tokens(past.tokens)
-        session._handle.run(lambda pointer: session._write_kv(pointer, past.tokens, past.kv))
+
+        def fill(pointer: Any) -> None:
+            if n > 0:
+                check_tokens(pointer, past.tokens)
+                session._write_kv(pointer, past.tokens, past.kv)
+
+        session._locked(fill)
     except BaseException:
         session.close()
         raise

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from . import errors, saved
-from ._arrays import Flat, as_frame, as_int, as_prompt
+from ._arrays import Flat, as_frame, as_int, as_prompt, check_tokens
 from ._native import Closing, Handle, call, ffi, lib, text, together
 from ._threads import Threads
 from .device import default_threads
-from .model import Model
 
 if TYPE_CHECKING:
+    from .model import Model
     from .prefix_cache import PrefixCache
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], object]
 """Called after each chunk with (positions done, positions in all)."""
 
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS
-_MAX_POSITIONS = 2**30 - 1  # positions are int32 and their sums must be too
+MAX_POSITIONS = 2**30 - 1  # positions are int32 and their sums must be too
 
 
 Logits = Literal["full", "semantic", "none"]
@@ -40,7 +40,10 @@ _BATCH = 512  # positions of a prefill chunk of the flash path: bounds the compu
 
 
 class Output(NamedTuple):
-    """What one evaluation says of its last position. The first two arrays are the caller's own."""
+    """What one evaluation says of its last position. The first two arrays are the caller's own.
+
+    Of ``Model.eval_batch`` and its kin they have one row for each session.
+    """
 
     hidden: npt.NDArray[np.float32]
     """(n_embd,) what the Fast-AR takes."""
@@ -96,7 +99,7 @@ class Session(Closing):
         An open model.
     max_seq_len
         Positions the KV cache holds; None: ``init_kv_cache`` later.
-    n_threads, attention, kv_type, logits, extra_ids, reserve
+    n_threads, attention, kv_type, logits, extra_ids, own_compute
         As ``Model.session`` has them, which also says what is raised.
     """
 
@@ -110,7 +113,7 @@ class Session(Closing):
         kv_type: str = "f16",
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
-        reserve: bool = True,
+        own_compute: bool = True,
     ) -> None:
         adapt = n_threads is None
         n_threads = default_threads() if n_threads is None else n_threads
@@ -133,11 +136,11 @@ class Session(Closing):
         self.kv_type = kv_type
         """Of the cache."""
         self._asked = attention
-        self._reserves = reserve
+        self._own_compute = own_compute
         self._tokens = np.empty((0, 1 + c.n_codebook), np.int32)
 
         params, _keep = session_params(
-            n_threads, attention, kv_type, extra, default_batch(attention) if reserve else -1
+            n_threads, attention, kv_type, extra, default_batch(attention) if own_compute else -1
         )
         out = ffi.new("slowar_session **")
         model._handle.run(lambda pointer: call(lib.slowar_session_open, out, pointer, params))
@@ -152,7 +155,8 @@ class Session(Closing):
     def init_kv_cache(self, max_seq_len: int) -> None:
         """Allocate a zeroed KV cache, and compute memory for its far end; position 0.
 
-        The memory is that of a step and, with flash attention, of 512 positions.
+        The compute memory is that of a step and, with flash attention, of 512 positions; with
+        ``own_compute=False`` there is none.
 
         An earlier cache is given back first.
 
@@ -168,17 +172,21 @@ class Session(Closing):
         DeviceMemoryError
             It does not fit. The session then has no cache, and a smaller one can be made.
         """
-        max_seq_len = as_int("max_seq_len", max_seq_len, 1, _MAX_POSITIONS)
+        max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
 
+        self._make_cache(max_seq_len)
+        self._warn_of_length(max_seq_len)
+
+    def _make_cache(self, max_seq_len: int) -> None:
         def make(pointer: Any) -> None:
+            record = self._record(max_seq_len)
             try:
                 call(lib.slowar_init_kv_cache, pointer, max_seq_len)
             finally:
+                self._tokens = record
                 self._refresh(pointer)
-            self._make_record(max_seq_len)
 
-        self._handle.run(make)
-        self._warn_of_length(max_seq_len)
+        self._locked(make)
 
     def reserve(self, max_seq_len: int) -> None:
         """Make room for ``max_seq_len`` positions and keep those there are.
@@ -195,14 +203,17 @@ class Session(Closing):
         SessionStateError
             There is no cache.
         """
-        max_seq_len = as_int("max_seq_len", max_seq_len, 1, _MAX_POSITIONS)
+        max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
 
         def grow(pointer: Any) -> None:
-            call(lib.slowar_reserve, pointer, max_seq_len)
-            self._refresh(pointer)
-            self._make_record(self.max_seq_len, keep=self.n_past)
+            self._check_cache()
+            self._tokens = self._record(max(max_seq_len, self.max_seq_len), keep=self.n_past)
+            try:
+                call(lib.slowar_reserve, pointer, max_seq_len)
+            finally:
+                self._refresh(pointer)
 
-        self._handle.run(grow)
+        self._locked(grow)
         self._warn_of_length(max_seq_len)
 
     def clear_kv_cache(self) -> None:
@@ -212,12 +223,12 @@ class Session(Closing):
             call(lib.slowar_clear_kv_cache, pointer)
             self._refresh(pointer)
 
-        self._handle.run(clear)
+        self._locked(clear)
 
     def rewind(self, n_past: int) -> None:
         """Forget the positions from ``n_past`` (0 to the position) on. Memory is kept."""
-        n_past = as_int("n_past", n_past, 0, _MAX_POSITIONS)
-        self._handle.run(lambda pointer: self._rewind(pointer, n_past))
+        n_past = as_int("n_past", n_past, 0, MAX_POSITIONS)
+        self._locked(lambda pointer: self._rewind(pointer, n_past))
 
     def reset(self) -> None:
         """Back to position 0. Memory is kept."""
@@ -226,7 +237,7 @@ class Session(Closing):
     def fork(self) -> Session:
         """An independent session with the same past, cache size and options.
 
-        Only the used slots are copied.
+        Only the used slots are copied. The model must be open.
 
         Raises
         ------
@@ -243,12 +254,10 @@ class Session(Closing):
             kv_type=self.kv_type,
             logits=_name_of(self._logits),
             extra_ids=self.extra_ids,
-            reserve=self._reserves,
+            own_compute=self._own_compute,
         )
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # said of this session already
-                twin.init_kv_cache(self.max_seq_len)
+            twin._make_cache(self.max_seq_len)
             twin.copy_prefix(self)
         except BaseException:
             twin.close()
@@ -261,7 +270,7 @@ class Session(Closing):
         Parameters
         ----------
         other
-            A session with the same model, KV type and kind of attention.
+            A session with the same model, KV type and attention.
         n
             0 to ``other.n_past``, at most this session's ``max_seq_len``; None: all of them.
 
@@ -273,7 +282,7 @@ class Session(Closing):
             One of them has no cache.
         """
         if n is not None:
-            n = as_int("n", n, 0, _MAX_POSITIONS)
+            n = as_int("n", n, 0, MAX_POSITIONS)
         if other is self:
             self.rewind(self.n_past if n is None else n)
             return
@@ -281,16 +290,24 @@ class Session(Closing):
             raise ValueError("the other session is on another model")
 
         def copy(pointers: list[Any]) -> None:
+            self._refresh(pointers[0])
+            other._refresh(pointers[1])
             self._check_cache()
             other._check_cache()
-            if other.attention != self.attention:
+            if other._kernel != self._kernel:
                 raise ValueError(
-                    f"the other session's attention is {other.attention}, expected {self.attention}"
+                    f"the other session's attention is {other._kernel}, expected {self._kernel}"
                 )
             count = other.n_past if n is None else n
-            call(lib.slowar_copy_prefix, pointers[0], pointers[1], count)
-            self._tokens[:count] = other._tokens[:count]
-            self._refresh(pointers[0])
+            try:
+                call(lib.slowar_copy_prefix, pointers[0], pointers[1], count)
+                self._tokens[:count] = other._tokens[:count]
+                self._refresh(pointers[0])
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C between the two: better no past than a wrong one
+                self._rewind(pointers[0], 0)
+                raise
 
         together([self._handle, other._handle], copy)
 
@@ -321,7 +338,7 @@ class Session(Closing):
                 kv=self._read_kv(pointer, n),
             )
 
-        saved.write(Path(os.fsdecode(path)), self._handle.run(take))
+        saved.write(Path(os.fsdecode(path)), self._locked(take))
 
     # ---- evaluating
 
@@ -370,9 +387,7 @@ class Session(Closing):
         """
         flat = as_prompt(tokens, self._config)
         size = (
-            self._default_chunk(flat)
-            if chunk is None
-            else as_int("chunk", chunk, 1, _MAX_POSITIONS)
+            self._default_chunk(flat) if chunk is None else as_int("chunk", chunk, 1, MAX_POSITIONS)
         )
         return self._evaluate(flat, logits, _Way(size, progress, cache))
 
@@ -403,14 +418,14 @@ class Session(Closing):
 
     def _evaluate(self, flat: Flat, logits: Logits | None, how: _Way | None = None) -> Output:
         which = self._which(logits)
-        return self._handle.run(lambda pointer: self._run(pointer, flat, which, how or _Way()))
+        return self._locked(lambda pointer: self._run(pointer, flat, which, how or _Way()))
 
     def _run(self, pointer: Any, flat: Flat, which: int, how: _Way) -> Output:
         """All positions of ``flat`` or none: the way of every evaluation."""
         self._check_room(flat)
         if (how.chunk or len(flat)) < len(flat) or how.cache is not None:
             # A bad id in the last chunk must not cost the evaluation of the first.
-            self.model._check_tokens(flat)
+            check_tokens(pointer, flat)
 
         def body() -> Output:
             if how.cache is None:
@@ -495,12 +510,12 @@ class Session(Closing):
             finally:
                 call(lib.slowar_trace_select, pointer, ffi.NULL, 0)
 
-        return self._handle.run(traced)
+        return self._locked(traced)
 
     def graph(self, n_tokens: int, n_past: int = 0) -> list[Node]:
         """What an evaluation of ``n_tokens`` at position ``n_past`` computes, in order."""
-        n_tokens = as_int("n_tokens", n_tokens, 1, _MAX_POSITIONS)
-        n_past = as_int("n_past", n_past, 0, _MAX_POSITIONS)
+        n_tokens = as_int("n_tokens", n_tokens, 1, MAX_POSITIONS)
+        n_past = as_int("n_past", n_past, 0, MAX_POSITIONS)
         count = ffi.new("int32_t *")
 
         def list_nodes(pointer: Any) -> list[Node]:
@@ -512,14 +527,14 @@ class Session(Closing):
                 for n in nodes
             ]
 
-        return self._handle.run(list_nodes)
+        return self._locked(list_nodes)
 
     # ---- state
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """(1 + n_codebook, n_past) what the cache holds, as it was evaluated."""
-        return self._handle.run(lambda _: self._tokens[: self.n_past].T.copy())
+        return self._locked(lambda _: self._tokens[: self.n_past].T.copy())
 
     @property
     def n_past(self) -> int:
@@ -585,17 +600,16 @@ class Session(Closing):
                 stacklevel=3,
             )
 
-    def _make_record(self, max_seq_len: int, keep: int = 0) -> None:
+    def _record(self, max_seq_len: int, keep: int = 0) -> Flat:
         """Room for the tokens of a cache; memory that is taken as it is used."""
         record = np.empty((max_seq_len, self._tokens.shape[1]), np.int32)
         record[:keep] = self._tokens[:keep]
-        self._tokens = record
+        return record
 
     def _note(self, pointer: Any, flat: Flat) -> None:
         """``flat`` was evaluated."""
-        start = self._state.n_past
-        self._tokens[start : start + len(flat)] = flat
         self._refresh(pointer)
+        self._tokens[self._state.n_past - len(flat) : self._state.n_past] = flat
 
     def _kv_shape(self, n: int) -> tuple[int, int, int]:
         rows = 2 * self._config.n_layer
@@ -635,6 +649,18 @@ class Session(Closing):
     def _rewind(self, pointer: Any, n_past: int) -> None:
         call(lib.slowar_rewind, pointer, n_past)
         self._refresh(pointer)
+
+    def _locked(self, body: Callable[[Any], T]) -> T:
+        """``body`` with the C pointer, after a look at where the session is.
+
+        Ctrl-C may have kept an earlier call from looking.
+        """
+
+        def current(pointer: Any) -> T:
+            self._refresh(pointer)
+            return body(pointer)
+
+        return self._handle.run(current)
 
     def _refresh(self, pointer: Any) -> None:
         call(lib.slowar_session_get_state, pointer, self._state)

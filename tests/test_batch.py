@@ -96,9 +96,9 @@ def member(
             attention=attention,
             logits=logits,
             extra_ids=extra_ids,
-            reserve=reserve,
+            own_compute=own_compute,
         )
-        for reserve in (False, True)
+        for own_compute in (False, True)
     ]
     if past > 0:
         both[1].prefill_fast(make_prompt(SMALL, past, seed=past))

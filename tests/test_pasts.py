@@ -145,7 +145,7 @@ def test_options_are_the_forks_too(small: Model, attention: str) -> None:
     options: dict[str, Any] = {"logits": "semantic", "extra_ids": (7, 299), "reserve": False}
     session = small.session(50, n_threads=2, kv_type="q8_0", attention=attention, **options)
     twin = session.fork()
-    assert twin.compute_nbytes == session.compute_nbytes == 0  # reserve=False
+    assert twin.compute_nbytes == session.compute_nbytes == 0  # own_compute=False
     for name in ("attention", "n_threads", "kv_type", "extra_ids", "max_seq_len", "nbytes"):
         assert getattr(twin, name) == getattr(session, name)
     assert len(twin.step(FRAMES[0]).ids) == 16 + 2  # the semantic ones and two more
@@ -392,7 +392,7 @@ def test_options_of_a_loaded_session(small: Model, path: Path) -> None:
     session = opened(small, logits="semantic", extra_ids=(3,))
     session.save(path)
     loaded = small.load_session(
-        path, max_seq_len=72, n_threads=1, logits="semantic", extra_ids=(3,), reserve=False
+        path, max_seq_len=72, n_threads=1, logits="semantic", extra_ids=(3,), own_compute=False
     )
     assert (loaded.max_seq_len, loaded.n_threads, loaded.extra_ids) == (72, 1, (3,))
     assert loaded.compute_nbytes == 0
@@ -1070,7 +1070,7 @@ def test_estimate(small: Model, kv_type: str, attention: str, length: int) -> No
 def test_estimate_of_chunks(small: Model, kv_type: str, attention: str, chunk: int) -> None:
     """A session that sets nothing aside takes it as it needs it."""
     with small.session(
-        200, n_threads=1, kv_type=kv_type, attention=attention, reserve=False
+        200, n_threads=1, kv_type=kv_type, attention=attention, own_compute=False
     ) as session:
         assert session.compute_nbytes == 0
         expected = taken(session, chunk)
@@ -1080,7 +1080,7 @@ def test_estimate_of_chunks(small: Model, kv_type: str, attention: str, chunk: i
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize(("length", "chunk"), [(1, 512), (1, 1), (100, 1)])
 def test_estimate_of_one_position(small: Model, attention: str, length: int, chunk: int) -> None:
-    with small.session(length, n_threads=1, attention=attention, reserve=False) as session:
+    with small.session(length, n_threads=1, attention=attention, own_compute=False) as session:
         expected = taken(session, chunk)
     assert_told(small, expected, length, attention=attention, chunk=chunk)
 
