@@ -178,6 +178,7 @@ class BatchRunner:
         SessionStateError
             The runner is closed.
         """
+        self.model._handle.check()
         flat = as_prompt(prompt, self.model.config)
         if len(flat) > self.n_ctx:
             raise errors.ContextFullError(

@@ -179,11 +179,9 @@ class Session(Closing):
 
     def _make_cache(self, max_seq_len: int) -> None:
         def make(pointer: Any) -> None:
-            record = self._record(max_seq_len)
             try:
                 call(lib.slowar_init_kv_cache, pointer, max_seq_len)
             finally:
-                self._tokens = record
                 self._refresh(pointer)
 
         self._locked(make)
@@ -206,8 +204,6 @@ class Session(Closing):
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
 
         def grow(pointer: Any) -> None:
-            self._check_cache()
-            self._tokens = self._record(max(max_seq_len, self.max_seq_len), keep=self.n_past)
             try:
                 call(lib.slowar_reserve, pointer, max_seq_len)
             finally:
@@ -301,8 +297,7 @@ class Session(Closing):
             count = other.n_past if n is None else n
             try:
                 call(lib.slowar_copy_prefix, pointers[0], pointers[1], count)
-                self._tokens[:count] = other._tokens[:count]
-                self._refresh(pointers[0])
+                self._note(pointers[0], other._tokens[:count])
             except Exception:
                 raise
             except BaseException:  # Ctrl-C between the two: better no past than a wrong one
@@ -600,16 +595,15 @@ class Session(Closing):
                 stacklevel=3,
             )
 
-    def _record(self, max_seq_len: int, keep: int = 0) -> Flat:
-        """Room for the tokens of a cache; memory that is taken as it is used."""
-        record = np.empty((max_seq_len, self._tokens.shape[1]), np.int32)
-        record[:keep] = self._tokens[:keep]
-        return record
-
     def _note(self, pointer: Any, flat: Flat) -> None:
         """``flat`` was evaluated."""
         self._refresh(pointer)
-        self._tokens[self._state.n_past - len(flat) : self._state.n_past] = flat
+        end = self._state.n_past
+        if end > len(self._tokens):
+            longer = np.empty((2 * end, self._tokens.shape[1]), np.int32)
+            longer[: len(self._tokens)] = self._tokens
+            self._tokens = longer
+        self._tokens[end - len(flat) : end] = flat
 
     def _kv_shape(self, n: int) -> tuple[int, int, int]:
         rows = 2 * self._config.n_layer

@@ -486,7 +486,7 @@ FAILURES: dict[str, tuple[type[Exception], str, Callable[[Scene], object]]] = {
     ),
     "chunks of 0": (
         ValueError,
-        "chunk is 0, expected 1 to 1073741824",
+        "chunk is 0, expected 1 to 1073741823",
         lambda s: s.model.eval_batch(s.items(0, make_prompt(SMALL, 2)), chunk=0),
     ),
     "chunks of 1.5": (

@@ -142,7 +142,7 @@ def test_fork_at_either_end(small: Model, n: int) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_options_are_the_forks_too(small: Model, attention: str) -> None:
-    options: dict[str, Any] = {"logits": "semantic", "extra_ids": (7, 299), "reserve": False}
+    options: dict[str, Any] = {"logits": "semantic", "extra_ids": (7, 299), "own_compute": False}
     session = small.session(50, n_threads=2, kv_type="q8_0", attention=attention, **options)
     twin = session.fork()
     assert twin.compute_nbytes == session.compute_nbytes == 0  # own_compute=False
