@@ -34,6 +34,14 @@ static void after_fork() {
 
 static const bool forks_wait = (at_fork(before_fork, after_fork), true);
 
+// Kinds of buffer that the CPU has beside its own, for rearranged weights; ends with nullptr.
+static ggml_backend_buffer_type_t * extra_buffer_types() {
+    const ggml_backend_dev_t cpu = cpu_device();
+    const auto               ask = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
+    return ask ? ask(cpu) : nullptr;
+}
+
 void setup() {
     static bool done = false;
 
@@ -42,6 +50,8 @@ void setup() {
         capture_log();
         ggml_backend_dev_count();
         ggml_cpu_init();
+        extra_buffer_types();
+        end_calls_at_exit();  // behind all that ggml makes when it is first asked for
         done = true;
     }
 }
@@ -158,12 +168,10 @@ ggml_type type_named(const char * name) {
 
 ggml_backend_buffer_type_t repack_type(ggml_type type, const int64_t * ne) {
     const ggml_backend_dev_t cpu = cpu_device();
-    const auto               ask = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
-        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
-    const ggml_context_ptr ctx(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
-    ggml_tensor *          w  = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, ne);
-    ggml_tensor *          op = ggml_mul_mat(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, ne[0]));
-    for (ggml_backend_buffer_type_t * buft = ask ? ask(cpu) : nullptr; buft && *buft; buft++) {
+    const ggml_context_ptr   ctx(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
+    ggml_tensor *            w  = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, ne);
+    ggml_tensor *            op = ggml_mul_mat(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, ne[0]));
+    for (ggml_backend_buffer_type_t * buft = extra_buffer_types(); buft && *buft; buft++) {
         // The CPU answers for the buffer that a matrix lies in, so the question needs one.
         const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(*buft, 0));
         w->buffer        = empty.get();

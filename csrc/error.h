@@ -1,8 +1,10 @@
 // Failing: a status and one sentence, thrown inside the library, turned into the caller's slowar_error at the wall.
 #pragma once
 
+#include "platform.h"
 #include "slowar.h"
 
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 
@@ -36,6 +38,7 @@ slowar_status report(slowar_error * err) noexcept;
 // Runs body and lets nothing out but a status.
 template <typename body_t> slowar_status guard(slowar_error * err, body_t && body) noexcept {
     try {
+        const std::shared_lock<std::shared_timed_mutex> hold(calls());
         body();
         return SLOWAR_OK;
     } catch (...) {

@@ -49,33 +49,29 @@ static size_t room_for(const config & c, const graph_shape & shape, size_t n_ext
     return shape.is_reference() ? std::max(n_nodes, max_graph_nodes) : n_nodes;
 }
 
-void planned_graph::make_room(const graph_shape & shape, size_t n_extra_ids) {
-    const size_t max_nodes = room_for(w_.hyper, shape, n_extra_ids);
-    if (max_nodes > max_nodes_) {
-        forget();
-        max_nodes_ = max_nodes;
-    }
-    if (!sched_) {
-        check_scheduler_memory(max_nodes_);
-        sched_.reset(ggml_backend_sched_new(backends_.data(), nullptr, int(backends_.size()), max_nodes_,
+// Nothing has changed where there is no memory for it. A scheduler with more room than it takes is kept.
+void planned_graph::make_room(size_t n_nodes, size_t n_bytes) {
+    if (!sched_ || n_nodes > max_nodes_) {
+        check_scheduler_memory(n_nodes);
+        sched_.reset(ggml_backend_sched_new(backends_.data(), nullptr, int(backends_.size()), n_nodes,
                                             /*parallel =*/false, /*op_offload =*/false));
+        max_nodes_ = n_nodes;
     }
-    const size_t n_bytes = shape.segments.size() == 1 ? context_bytes
-                                                      : ggml_graph_overhead_custom(max_nodes_, /*grads =*/false) +
-                                                            max_nodes_ * ggml_tensor_overhead();
     if (n_bytes > context_bytes_) {
-        context_.reset();
         buffer_.reset(new uint8_t[n_bytes]);
         context_bytes_ = n_bytes;
     }
 }
 
 const graph & planned_graph::build(const std::vector<int32_t> & extra_ids, int n_threads, const graph_shape & shape) {
+    const size_t n_nodes  = room_for(w_.hyper, shape, extra_ids.size());
+    const size_t n_bytes  = ggml_graph_overhead_custom(n_nodes, /*grads =*/false) + n_nodes * ggml_tensor_overhead();
+    const bool   is_alone = shape.segments.size() == 1;
     drop();
-    make_room(shape, extra_ids.size());
     context_.reset();
+    make_room(n_nodes, is_alone ? context_bytes : n_bytes);
     context_.reset(ggml_init({ context_bytes_, buffer_.get(), /*no_alloc =*/true }));
-    graph_ = build_graph(context_.get(), { w_, extra_ids, n_threads, max_nodes_ }, shape);
+    graph_ = build_graph(context_.get(), { w_, extra_ids, n_threads, n_nodes }, shape);
     shape_ = shape;
     return graph_;
 }

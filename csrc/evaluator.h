@@ -64,12 +64,12 @@ class planned_graph {
     int n_splits() const;
 
   private:
-    void              make_room(const graph_shape & shape, size_t n_extra_ids);
+    void              make_room(size_t n_nodes, size_t n_bytes);
     [[noreturn]] void no_memory(size_t log_mark);
 
     const weights &             w_;
     std::vector<ggml_backend_t> backends_;
-    size_t                      max_nodes_     = 0;  // what the scheduler and the buffer have room for
+    size_t                      max_nodes_     = 0;  // what the scheduler has room for
     size_t                      context_bytes_ = 0;
     std::unique_ptr<uint8_t[]>  buffer_;  // every graph's metadata, one at a time
     ggml_context_ptr            context_;

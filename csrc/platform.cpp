@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -158,6 +159,20 @@ void run_threads(int n, const std::function<void(int)> & body) {
 
 void at_fork(void (*before)(), void (*after)()) {
     ::pthread_atfork(before, after, after);
+}
+
+std::shared_timed_mutex & calls() {
+    static auto * mutex = new std::shared_timed_mutex;  // never destroyed: somebody may hold it until the very end
+    return *mutex;
+}
+
+void end_calls_at_exit() {
+    static const int64_t owner = process_id();
+    std::atexit([] {
+        if (process_id() == owner) {  // what a forked child has inherited as held, nobody there will give back
+            calls().try_lock_for(std::chrono::seconds(10));
+        }
+    });
 }
 
 int64_t process_id() {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <shared_mutex>
 #include <string>
 
 namespace slowar {
@@ -44,6 +45,13 @@ bool can_allocate(size_t n);
 void run_threads(int n, const std::function<void(int)> & body);
 
 int64_t process_id();
+
+// Held by every call from outside, shared.
+std::shared_timed_mutex & calls();
+
+// From now on the end of the process waits for the calls that are under way in other threads, at most ten seconds, and
+// lets no other begin: what a library keeps in statics is destroyed behind it, if it was made before.
+void end_calls_at_exit();
 
 // From now on every fork of this process runs between before() and after(), which both sides call.
 void at_fork(void (*before)(), void (*after)());

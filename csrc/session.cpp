@@ -94,6 +94,10 @@ slowar_estimate session::estimate(int32_t max_seq_len) {
     slowar_estimate out                                                 = {};
     (evaluator_.on_gpu() ? out.n_bytes_kv_device : out.n_bytes_kv_host) = cache_->n_bytes();
     for (const std::vector<task> & tasks : dearest(*cache_)) {
+        const double n_scores = double(tasks[0].n_tokens) * max_seq_len * w_->hyper.n_head;
+        if (n_scores > 1e15) {  // sizes beyond this could overflow
+            fail(SLOWAR_MEMORY, "evaluating %d positions at once takes more than any memory", tasks[0].n_tokens);
+        }
         const std::vector<size_t> sizes  = evaluator_.measure(tasks);
         out.n_bytes_compute_host        += sizes.back();
         out.n_bytes_compute_device      += evaluator_.on_gpu() ? sizes.front() : 0;

@@ -173,7 +173,9 @@ def eval_batch(
 
 def evaluate(group: Group, chunk: int) -> Output:
     """A group whose tokens are checked."""
-    return group.sessions[0].model._batch_for(group.sessions).evaluate(group, chunk)
+    semantic = group.which == LOGITS["semantic"]
+    batch = group.sessions[0].model._batch_for(group.sessions, semantic=semantic)
+    return batch.evaluate(group, chunk)
 
 
 def _which(sessions: Sequence[Session], logits: Logits | None) -> int:

@@ -196,13 +196,15 @@ def together(handles: Sequence[Handle], body: Callable[[list[Any]], T]) -> T:
     # In one order everywhere, so that no two callers wait for each other. Each lock has its own
     # call, for the reason that Handle.run gives.
     order = sorted(handles, key=id)
+    return _take(order, lambda: body([h._pointer for h in handles]))
 
-    def take(i: int) -> T:
-        if i == len(order):
-            return body([h._pointer for h in handles])
-        return order[i].run(lambda _: take(i + 1))
 
-    return take(0)
+def _take(handles: Sequence[Handle], body: Callable[[], T]) -> T:
+    # A function that called itself as a closure would keep all of them alive until the next
+    # garbage collection.
+    if not handles:
+        return body()
+    return handles[0].run(lambda _: _take(handles[1:], body))
 
 
 class Closing:

@@ -91,6 +91,7 @@ class Estimate(NamedTuple):
     compute: Bytes
 
 
+_MOST_BATCHES = 4  # combinations of thread count and extra ids with an evaluator of their own
 _PLACES = ("mapped", "host", "repacked", "device")
 
 
@@ -323,15 +324,18 @@ class Model(Closing):
             list(zip(sessions, prompts, strict=True)), logits=logits, chunk=chunk
         )
 
-    def _batch_for(self, sessions: Sequence[Session]) -> Batch:
+    def _batch_for(self, sessions: Sequence[Session], *, semantic: bool) -> Batch:
         self._handle.check()
         adapt = all(s._threads.adapts for s in sessions)
-        key = (max(s.n_threads for s in sessions), adapt, sessions[0].extra_ids)
+        extra_ids = sessions[0].extra_ids if semantic else ()
+        key = (max(s.n_threads for s in sessions), adapt, extra_ids)
         if key not in self._batches:
             made = Batch(self, n_threads=key[0], adapt=adapt, extra_ids=key[2])
             with self._lock:
                 if self._handle.closed or self._batches.setdefault(key, made) is not made:
                     made.close()
+                while len(self._batches) > _MOST_BATCHES:
+                    del self._batches[next(iter(self._batches))]  # closed by who uses it last
         try:
             return self._batches[key]
         except KeyError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from . import errors
 from ._arrays import Flat
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ class PrefixCache:
     def __init__(self, model: Model, max_bytes: int) -> None:
         self.model = model
         self.max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call while it is held
+        self._process = os.getpid()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # the one used last comes last
         self._index: dict[bytes, set[int]] = {}
         self._next = 0
@@ -60,6 +63,7 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
+        self._check_process()
         with self._lock:
             return PrefixStats(
                 self._hits,
@@ -72,10 +76,16 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget all entries; the counts stay."""
+        self._check_process()
         with self._lock:
             self._entries.clear()
             self._index.clear()
             self._nbytes = 0
+
+    def _check_process(self) -> None:
+        # Before the lock, which a child process may have inherited taken.
+        if os.getpid() != self._process:
+            raise errors.SessionStateError(f"the prefix cache belongs to process {self._process}")
 
     def load(self, session: Session, flat: Flat) -> int:
         """Put what is known of ``flat`` behind the session's past: how many positions.
@@ -148,8 +158,7 @@ class PrefixCache:
         self._nbytes -= entry.nbytes
 
     def __repr__(self) -> str:
-        s = self.stats
-        return f"<PrefixCache: {s.n_entries} entries, {s.nbytes / 2**20:.0f} MiB>"
+        return f"<PrefixCache: {len(self._entries)} entries, {self._nbytes / 2**20:.0f} MiB>"
 
 
 def _is_prefix(entry: _Entry, digests: list[bytes]) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +30,16 @@ if TYPE_CHECKING:
 
 Choose = Callable[[Output], Any]
 """From what an evaluation said to the next frame, (1 + n_codebook,) integers; None: that is all."""
+
+
+_alive: weakref.WeakSet[BatchRunner] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """No evaluation may be under way when the library's own variables are destroyed."""
+    for runner in list(_alive):
+        runner._close(patience=10.0)
 
 
 class Result(NamedTuple):
@@ -141,6 +155,8 @@ class BatchRunner:
                 session.close()
             raise
         self._sessions = list(self._free)
+        self._process = os.getpid()
+        _alive.add(self)
         # A daemon: a program that forgets close() must still be able to end.
         self._thread = threading.Thread(target=self._serve, name="slowar-batch", daemon=True)
         self._thread.start()
@@ -178,6 +194,7 @@ class BatchRunner:
         SessionStateError
             The runner is closed.
         """
+        self._check_process()
         self.model._handle.check()
         flat = as_prompt(prompt, self.model.config)
         if len(flat) > self.n_ctx:
@@ -208,6 +225,7 @@ class BatchRunner:
 
     @property
     def stats(self) -> RunnerStats:
+        self._check_process()
         with self._changed:
             self._counts["waiting"] = len(self._waiting)
             self._counts["running"] = len(self._running)
@@ -218,11 +236,21 @@ class BatchRunner:
 
         Waits for the evaluation that is under way.
         """
+        self._close(None)
+
+    def _close(self, patience: float | None) -> None:
+        if os.getpid() != self._process:
+            return  # the thread and its lock are the parent's
         with self._changed:
             self._closing = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(patience)
+
+    def _check_process(self) -> None:
+        # Before the lock, which a child process may have inherited taken.
+        if os.getpid() != self._process:
+            raise errors.SessionStateError(f"the runner belongs to process {self._process}")
 
     def __enter__(self) -> BatchRunner:
         return self
@@ -351,17 +379,23 @@ class BatchRunner:
         frames = np.concatenate([np.empty((0, n_row), np.int32), *request.frames])
         assert request.output is not None
         if self._end(request, "finished"):
-            request.future.set_result(Result(frames, request.output))
+            # What a callback of the future raises is the callback's affair.
+            with suppress(BaseException):
+                request.future.set_result(Result(frames, request.output))
 
     def _fail(self, request: _Request, error: BaseException) -> None:
         if isinstance(error, StopIteration):  # which asyncio's futures refuse
             error = RuntimeError("choose raised StopIteration")
         if self._end(request, "failed"):
-            request.future.set_exception(error)
+            with suppress(BaseException):
+                request.future.set_exception(error)
 
     def _end(self, request: _Request, how: str) -> bool:
         """Let go of a request. False: it was cancelled, and those who wait for it know now."""
-        wanted = request.future.set_running_or_notify_cancel()
+        try:
+            wanted = request.future.set_running_or_notify_cancel()
+        except (RuntimeError, InvalidStateError):  # somebody else has answered
+            wanted = False
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)

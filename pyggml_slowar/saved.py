@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +33,9 @@ _PIECE = 1 << 22  # bytes hashed or written at a time, so that Ctrl-C gets throu
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0")
 KERNELS = ("reference", "flash", "ggml")
+
+# What JSON of another shape ends in.
+_UNUSABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 # Of every tensor this many pieces of this size, evenly spread, go into the fingerprint.
 _SAMPLES = 16
@@ -93,7 +98,10 @@ def write(path: Path, past: Past) -> None:
     for piece in _pieces(past.kv):
         checksum.update(piece)
 
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "there is something that is not a file", str(path))
+    temporary = path.with_name(f".slowar-{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
             file.write(_FIXED.pack(_MAGIC, _VERSION, len(header), checksum.digest()))
@@ -109,7 +117,9 @@ def write(path: Path, past: Past) -> None:
 
 def read(path: Path) -> Past:
     """Map a file and check all of it."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _bad(path, "it is not a regular file")
         size = os.fstat(file.fileno()).st_size
         fixed = file.read(_FIXED.size)
         if len(fixed) < _FIXED.size or not fixed.startswith(_MAGIC):
@@ -127,7 +137,14 @@ def read(path: Path) -> Past:
         raise _bad(path, "it was cut or altered: its checksum does not fit")
     try:
         return _parse(data, n_header)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise _bad(path, f"its header cannot be used: {error}") from None
 
 
@@ -189,6 +206,11 @@ def load(model: Model, path: Path, options: dict[str, Any]) -> Session:
         session.close()
         raise
     return session
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a FIFO that nobody writes to as well, and does not wait for somebody."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _bad(path: Path, why: str) -> errors.ModelFormatError:

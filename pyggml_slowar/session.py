@@ -276,6 +276,10 @@ class Session(Closing):
             ``n`` is out of range, or the sessions do not match. Nothing has changed.
         SessionStateError
             One of them has no cache.
+
+        Notes
+        -----
+        Ctrl-C in the middle of it leaves this session at position 0.
         """
         if n is not None:
             n = as_int("n", n, 0, MAX_POSITIONS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -743,12 +745,12 @@ def test_locks_are_taken_in_one_order(model: Model, monkeypatch: pytest.MonkeyPa
 ROUNDS = 50
 
 
-@pytest.mark.parametrize("extra_ids", [(), (5,)], ids=["one batch", "a batch each"])
-def test_two_threads_with_overlapping_groups(model: Model, extra_ids: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("n_threads", [1, 2], ids=["one batch", "a batch each"])
+def test_two_threads_with_overlapping_groups(model: Model, n_threads: int) -> None:
     """In opposite orders, through one batch and through two, with other calls between: every
     session gets all its steps. The frames are all the same, so that their order is no matter."""
     first = [model.session(256, n_threads=1, kv_type="f32") for _ in range(4)]
-    more = model.session(256, n_threads=1, kv_type="f32", extra_ids=extra_ids)
+    more = model.session(256, n_threads=n_threads, kv_type="f32")
     groups = [first, [more, *reversed(first[1:])]]
     frame = frames(2, 0)[1]
     problems: list[BaseException] = []
@@ -774,7 +776,7 @@ def test_two_threads_with_overlapping_groups(model: Model, extra_ids: tuple[int,
         sys.setswitchinterval(interval)
     assert [thread.is_alive() for thread in threads] == [False, False]
     assert problems == []
-    assert len(model._batches) == (2 if extra_ids else 1)
+    assert len(model._batches) == n_threads
 
     alone = [sum(i % 4 == at for i in range(ROUNDS)) for at in range(4)]
     taken = {id(s): 0 for s in [*first, more]}
@@ -787,3 +789,32 @@ def test_two_threads_with_overlapping_groups(model: Model, extra_ids: tuple[int,
         fresh.prefill(np.tile(frame[:, None], (1, session.n_past)))
         # Hundreds of roundings of other sums, each of 1.5e-6 at most, of equal positions.
         assert_close(session.step(frame, logits="full"), fresh.step(frame), 3e-6)
+
+
+# ---- what a batch leaves behind
+
+
+def test_a_batch_keeps_no_session_alive(model: Model) -> None:
+    """By reference counts alone: a cache may be large and the next collection far."""
+    sessions = [model.session(8, n_threads=1) for _ in range(3)]
+    gc.collect()
+    gc.disable()
+    try:
+        model.step_batch(sessions, frames(3, 0))
+        twin = sessions[0].fork()
+        watched = [weakref.ref(s) for s in (*sessions, twin)]
+        del sessions, twin
+        assert [w() for w in watched] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_no_more_evaluators_than_four(model: Model) -> None:
+    """Ten combinations of extra ids; semantic logits alone tell them apart."""
+    cases: list[tuple[Logits, int]] = [("full", 1), ("semantic", 4)]
+    for logits, n in cases:
+        for extra in range(10):
+            with model.session(4, n_threads=1, extra_ids=(extra,), logits=logits) as session:
+                out = model.step_batch([session], frames(1, 0))
+                assert out.logits.shape == (1, len(session.step(frames(1, 0)[0]).ids))
+        assert len(model._batches) == n

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import assert_clean, run_child
+from conftest import SMALL, assert_clean, run_child
 
 from pyggml_slowar import Model
+from pyggml_slowar.make_model import make_model
 
 # From Python 3.12 on, fork in a process with threads warns; these tests are about just that.
 FORK = ("-W", "ignore::DeprecationWarning")
@@ -695,3 +697,122 @@ session = model.session(8, n_threads=2)
 session.prefill(prompt)
 """
     assert_clean(child(code + ENDS[end], small_path))
+
+
+# ---- batches and runners
+
+
+MEMORY = """
+import resource
+import sys
+from pyggml_slowar import DeviceMemoryError, Model
+
+import numpy as np
+
+def address_space():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+model = Model(sys.argv[1], backend="cpu")
+sessions = [model.session(4, n_threads=1, own_compute=False) for _ in range(128)]
+frames = np.zeros((128, 11), np.int32)
+first = model.step_batch(sessions[:2], frames[:2]).logits
+resource.setrlimit(resource.RLIMIT_AS, (address_space() + int(sys.argv[2]), -1))
+refused = 0
+try:
+    model.step_batch(sessions, frames)
+except DeviceMemoryError:
+    refused += 1
+for session in sessions:
+    session.rewind(0)
+print(refused, (model.step_batch(sessions[:2], frames[:2]).logits == first).all())
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+for session in sessions:
+    session.rewind(0)
+out = model.step_batch(sessions[:1], frames[:1])
+print(np.abs(out.logits[0] - first[0]).max() < 1e-3 * np.abs(first[0]).max())
+print(model.step_batch(sessions[1:], frames[1:]).logits.shape)
+"""
+
+
+@linux
+def test_a_batch_that_found_no_memory(tmp_path: Path) -> None:
+    """What worked before works after it, while memory is tight and later: the same bits, and for a
+    session alone the same up to its F16 cache's rounding. Ninety layers, so that the large group's
+    graph is larger than a lone session's 10 MiB."""
+    path = tmp_path / "deep.gguf"
+    make_model(path, replace(SMALL, n_layer=90), seed=0)
+    assert_clean(run_child(MEMORY, path, 100 << 20), "1 True\nTrue\n(127, 300)\n")
+
+
+RUNNING = """
+import atexit
+import sys
+import time
+
+atexit.register(lambda: print(runner._thread.is_alive()))  # after what is registered later
+
+from pyggml_slowar import BatchRunner, Model
+
+import numpy as np
+
+model = Model(sys.argv[1], backend="cpu")
+runner = BatchRunner(model, max_batch=4, n_ctx=200_000, n_threads=2)
+frame = np.zeros(11, np.int64)
+futures = [runner.submit(frame[:, None], lambda out: frame) for _ in range(8)]
+while runner.stats.evaluations < 10:
+    time.sleep(0.001)
+print(runner.stats.running)
+"""
+
+
+def test_exit_with_a_live_runner(small_path: Path) -> None:
+    """Without close(): its thread is gone before the library's variables are. 7 of 101 exits in the
+    middle of an evaluation crashed."""
+    child = run_child(RUNNING, small_path, options=("-W", "ignore"))
+    assert_clean(child, "4\nFalse\n")
+
+
+IN_A_CHILD = (
+    START
+    + """
+with slowar.Model(path, backend="cpu") as model:
+    cache = model.prefix_cache(2**20)
+    with slowar.BatchRunner(model, max_batch=1, n_ctx=16, n_threads=1, cache=cache) as runner:
+        asked = (
+            lambda: runner.stats,
+            lambda: runner.submit(prompt, lambda _: None),
+            lambda: cache.stats,
+            cache.clear,
+        )
+
+        def body():
+            for call in asked:
+                try:
+                    call()
+                except slowar.SessionStateError:
+                    print("refused", flush=True)
+            runner.close()
+
+        taken, done = threading.Event(), threading.Event()
+
+        def hold():
+            with runner._changed, cache._lock:
+                taken.set()
+                done.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        taken.wait()
+        status = forked(body)
+        done.set()
+        holder.join()
+        print(status, runner.submit(prompt, lambda _: None).result(60).frames.shape)
+"""
+)
+
+
+def test_runner_and_prefix_cache_in_a_child(small_path: Path) -> None:
+    """Forked while another thread held their locks: they say whose they are and do not wait."""
+    child = run_child(IN_A_CHILD, small_path, options=FORK)
+    assert_clean(child, "refused\n" * 4 + "0 (0, 11)\n")
