@@ -329,17 +329,19 @@ class Model(Closing):
         adapt = all(s._threads.adapts for s in sessions)
         extra_ids = sessions[0].extra_ids if semantic else ()
         key = (max(s.n_threads for s in sessions), adapt, extra_ids)
-        if key not in self._batches:
-            made = Batch(self, n_threads=key[0], adapt=adapt, extra_ids=key[2])
+        batch = self._batches.get(key)
+        if batch is None:
+            made = Batch(self, n_threads=key[0], adapt=adapt, extra_ids=extra_ids)
             with self._lock:
-                if self._handle.closed or self._batches.setdefault(key, made) is not made:
+                if self._handle.closed:
                     made.close()
+                    raise errors.SessionStateError("the model is closed")
+                batch = self._batches.setdefault(key, made)
                 while len(self._batches) > _MOST_BATCHES:
                     del self._batches[next(iter(self._batches))]  # closed by who uses it last
-        try:
-            return self._batches[key]
-        except KeyError:
-            raise errors.SessionStateError("the model is closed") from None
+            if batch is not made:
+                made.close()
+        return batch
 
     # ---- pasts as values
 
