@@ -173,18 +173,8 @@ class Session(Closing):
             It does not fit. The session then has no cache, and a smaller one can be made.
         """
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
-
-        self._make_cache(max_seq_len)
+        self._change(lib.slowar_init_kv_cache, max_seq_len)
         self._warn_of_length(max_seq_len)
-
-    def _make_cache(self, max_seq_len: int) -> None:
-        def make(pointer: Any) -> None:
-            try:
-                call(lib.slowar_init_kv_cache, pointer, max_seq_len)
-            finally:
-                self._refresh(pointer)
-
-        self._locked(make)
 
     def reserve(self, max_seq_len: int) -> None:
         """Make room for ``max_seq_len`` positions and keep those there are.
@@ -202,29 +192,16 @@ class Session(Closing):
             There is no cache.
         """
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
-
-        def grow(pointer: Any) -> None:
-            try:
-                call(lib.slowar_reserve, pointer, max_seq_len)
-            finally:
-                self._refresh(pointer)
-
-        self._locked(grow)
+        self._change(lib.slowar_reserve, max_seq_len)
         self._warn_of_length(max_seq_len)
 
     def clear_kv_cache(self) -> None:
         """Give the cache's and the compute memory back. Without a cache: nothing happens."""
-
-        def clear(pointer: Any) -> None:
-            call(lib.slowar_clear_kv_cache, pointer)
-            self._refresh(pointer)
-
-        self._locked(clear)
+        self._change(lib.slowar_clear_kv_cache)
 
     def rewind(self, n_past: int) -> None:
         """Forget the positions from ``n_past`` (0 to the position) on. Memory is kept."""
-        n_past = as_int("n_past", n_past, 0, MAX_POSITIONS)
-        self._locked(lambda pointer: self._rewind(pointer, n_past))
+        self._change(lib.slowar_rewind, as_int("n_past", n_past, 0, MAX_POSITIONS))
 
     def reset(self) -> None:
         """Back to position 0. Memory is kept."""
@@ -253,7 +230,7 @@ class Session(Closing):
             own_compute=self._own_compute,
         )
         try:
-            twin._make_cache(self.max_seq_len)
+            twin._change(lib.slowar_init_kv_cache, self.max_seq_len)
             twin.copy_prefix(self)
         except BaseException:
             twin.close()
@@ -417,7 +394,7 @@ class Session(Closing):
 
     def _evaluate(self, flat: Flat, logits: Logits | None, how: _Way | None = None) -> Output:
         which = self._which(logits)
-        return self._locked(lambda pointer: self._run(pointer, flat, which, how or _Way()))
+        return self._locked(lambda pointer: self._run(pointer, flat, which, how or _AT_ONCE))
 
     def _run(self, pointer: Any, flat: Flat, which: int, how: _Way) -> Output:
         """All positions of ``flat`` or none: the way of every evaluation."""
@@ -499,7 +476,7 @@ class Session(Closing):
         keep = [ffi.new("char[]", _c_string("a tensor's name", name)) for name in names]
 
         def evaluate(pointer: Any) -> tuple[Output, dict[str, npt.NDArray[np.float32]]]:
-            output = self._run(pointer, flat, self._logits, _Way())
+            output = self._run(pointer, flat, self._logits, _AT_ONCE)
             return output, {name: _trace(pointer, i) for i, name in enumerate(names)}
 
         def traced(pointer: Any) -> tuple[Output, dict[str, npt.NDArray[np.float32]]]:
@@ -648,6 +625,17 @@ class Session(Closing):
         call(lib.slowar_rewind, pointer, n_past)
         self._refresh(pointer)
 
+    def _change(self, function: Callable[..., int], *args: int) -> None:
+        """Call a C function that changes the session, and look where it is then."""
+
+        def change(pointer: Any) -> None:
+            try:
+                call(function, pointer, *args)
+            finally:
+                self._refresh(pointer)
+
+        self._locked(change)
+
     def _locked(self, body: Callable[[Any], T]) -> T:
         """``body`` with the C pointer, after a look at where the session is.
 
@@ -661,7 +649,9 @@ class Session(Closing):
         return self._handle.run(current)
 
     def _refresh(self, pointer: Any) -> None:
-        call(lib.slowar_session_get_state, pointer, self._state)
+        # Twice in a step: the sentence that call() makes room for is only wanted when it fails.
+        if lib.slowar_session_get_state(pointer, self._state, ffi.NULL):
+            call(lib.slowar_session_get_state, pointer, self._state)
 
     def __repr__(self) -> str:
         if self._handle.closed:
@@ -676,6 +666,9 @@ class _Way:
     chunk: int | None = None
     progress: Progress | None = None
     cache: PrefixCache | None = None
+
+
+_AT_ONCE = _Way()
 
 
 def session_params(

@@ -68,6 +68,15 @@ def small(small_path: Path) -> Iterator[Model]:
         yield model
 
 
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """SMALL with other weights."""
+    path = tmp_path_factory.mktemp("other") / "other.gguf"
+    make_model(path, SMALL, seed=3)
+    with Model(path, backend="cpu") as model:
+        yield model
+
+
 def make_prompt(config: Config, n: int, *, seed: int = 0) -> Tokens:
     """(1 + n_codebook, n) with text on even columns and semantic positions on odd ones."""
     rng = np.random.default_rng(seed)

@@ -20,7 +20,6 @@ from conftest import SMALL, Tokens, make_prompt, same_bits
 from pyggml_slowar import ContextFullError, Logits, Model, Output, Session, SessionStateError
 from pyggml_slowar._batch import Batch, Group, Part
 from pyggml_slowar._native import Handle
-from pyggml_slowar.make_model import make_model
 
 pytestmark = pytest.mark.sanitize
 
@@ -497,14 +496,6 @@ FAILURES: dict[str, tuple[type[Exception], str, Callable[[Scene], object]]] = {
         lambda s: s.model.eval_batch(s.items(0, floats(2)), chunk=1.5),  # type: ignore[arg-type]
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    path = tmp_path_factory.mktemp("other") / "other.gguf"
-    make_model(path, SMALL, seed=3)
-    with Model(path, backend="cpu") as model:
-        yield model
 
 
 def three(model: Model) -> list[Session]:

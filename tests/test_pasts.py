@@ -90,15 +90,6 @@ def assert_same(found: Session, expected: Session, *, n: int = 3) -> None:
         session.rewind(session.n_past - n)
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """SMALL with other weights."""
-    path = tmp_path_factory.mktemp("other") / "other.gguf"
-    make_model(path, SMALL, seed=3)
-    with Model(path, backend="cpu") as model:
-        yield model
-
-
 # ---- fork
 
 
