@@ -2,9 +2,11 @@
 
 #include "error.h"
 #include "platform.h"
+#include "remote.h"
 
 #include "ggml-cpu.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
@@ -56,12 +58,47 @@ void setup() {
     }
 }
 
+// What servers lend. Like ggml's own devices they are never given back; those of one server lie side by side.
+static std::mutex                      remote_mutex;
+static std::vector<ggml_backend_dev_t> remote_devices;
+
+size_t n_local_devices() {
+    return ggml_backend_dev_count();
+}
+
 std::vector<ggml_backend_dev_t> list_devices() {
     std::vector<ggml_backend_dev_t> devices;
-    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+    for (size_t i = 0; i < n_local_devices(); i++) {
         devices.push_back(ggml_backend_dev_get(i));
     }
+    const std::lock_guard<std::mutex> hold(remote_mutex);
+    devices.insert(devices.end(), remote_devices.begin(), remote_devices.end());
     return devices;
+}
+
+std::pair<int32_t, int32_t> server_devices(const std::string & endpoint) {
+    const std::vector<ggml_backend_dev_t> lent = connect_server(endpoint);
+
+    const std::lock_guard<std::mutex> hold(remote_mutex);
+    auto                              at = std::find(remote_devices.begin(), remote_devices.end(), lent[0]);
+    if (at == remote_devices.end()) {
+        at = remote_devices.insert(at, lent.begin(), lent.end());
+    }
+    return { int32_t(n_local_devices()) + int32_t(at - remote_devices.begin()), int32_t(lent.size()) };
+}
+
+bool is_remote(ggml_backend_dev_t device) {
+    return std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)), "RPC") == 0;
+}
+
+void check_answers(ggml_backend_dev_t device) {
+    if (is_remote(device)) {
+        const std::string reason = why_lost(ggml_backend_dev_description(device));
+        if (!reason.empty()) {
+            fail(SLOWAR_COMPUTE, "the device server %s was lost: %s", ggml_backend_dev_description(device),
+                 reason.c_str());
+        }
+    }
 }
 
 static slowar_device_type type_of(ggml_backend_dev_t device) {

@@ -6,6 +6,8 @@
 #include "ggml-cpp.h"
 
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace slowar {
@@ -13,7 +15,19 @@ namespace slowar {
 // Before anything else of this file or of ggml: sets ggml up, once, where no fork can come in between.
 void setup();
 
+// Those of this machine, then those of the servers that were asked for.
 std::vector<ggml_backend_dev_t> list_devices();
+
+size_t n_local_devices();
+
+// The devices that a server lends, as indices of list_devices: the first, and how many. Throws SLOWAR_DEVICE.
+std::pair<int32_t, int32_t> server_devices(const std::string & endpoint);
+
+// Whether it is a server's.
+bool is_remote(ggml_backend_dev_t device);
+
+// Throws SLOWAR_COMPUTE when it is a server's and the server was lost: what was read from it since is worth nothing.
+void check_answers(ggml_backend_dev_t device);
 
 slowar_device describe(ggml_backend_dev_t device);
 

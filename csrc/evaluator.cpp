@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <mutex>
+#include <numeric>
 
 namespace slowar {
 
@@ -73,7 +76,78 @@ const graph & planned_graph::build(const std::vector<int32_t> & extra_ids, int n
     context_.reset(ggml_init({ context_bytes_, buffer_.get(), /*no_alloc =*/true }));
     graph_ = build_graph(context_.get(), { w_, extra_ids, n_threads, n_nodes }, shape);
     shape_ = shape;
+    place();
     return graph_;
+}
+
+// The backend whose memory a node writes into, or reads weights or a cache from; -1: none's.
+int planned_graph::home_of(const ggml_tensor * node) const {
+    const ggml_tensor * near[GGML_MAX_SRC + 1] = { node };
+    std::copy_n(node->src, GGML_MAX_SRC, near + 1);
+    for (const ggml_tensor * t : near) {
+        const ggml_tensor * root = t && t->view_src ? t->view_src : t;
+        if (root && root->buffer) {
+            const auto device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(root->buffer));
+            for (size_t i = 0; i < backends_.size(); i++) {
+                if (ggml_backend_get_device(backends_[i]) == device) {
+                    return int(i);
+                }
+            }
+        }
+    }
+    return -1;
+}
+
+static bool is_view(const ggml_tensor * t) {
+    return t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+static std::string reason_against(ggml_backend_dev_t device, const ggml_tensor * node) {
+    std::string types;
+    for (int i = 0; i < GGML_MAX_SRC && node->src[i]; i++) {
+        types += text("%s%s", i > 0 ? ", " : "", ggml_type_name(node->src[i]->type));
+    }
+    return text("%s has no %s from %s to %s", ggml_backend_dev_name(device), ggml_op_desc(node), types.c_str(),
+                ggml_type_name(node->type));
+}
+
+// A node runs beside the weights or the cache that it works on; one with neither, where the one before it does, or with
+// the layer that it begins. What a device does not have, the CPU does.
+void planned_graph::place() {
+    fallbacks_.clear();
+    if (backends_.size() == 1) {
+        return;
+    }
+    const int cpu   = int(backends_.size()) - 1;
+    int       where = cpu;
+    int32_t   layer = -1;
+    for (int i = 0; i < ggml_graph_n_nodes(graph_.nodes); i++) {
+        ggml_tensor * node = ggml_graph_node(graph_.nodes, i);
+        while (layer + 1 < int32_t(graph_.begins.size()) && i >= graph_.begins[size_t(layer + 1)]) {
+            layer++;
+            const ggml_tensor * first = layer < w_.hyper.n_layer ? w_.layers[size_t(layer)].attention_norm : w_.norm;
+            where                     = home_of(first);
+        }
+        if (is_view(node)) {
+            continue;
+        }
+        const int home = home_of(node);
+        where          = home < 0 ? where : home;
+        int place      = where;
+        if (!ggml_backend_supports_op(backends_[size_t(where)], node)) {
+            const bool is_stuck = node->view_src && node->view_src->buffer;
+            const auto device   = ggml_backend_get_device(backends_[size_t(where)]);
+            fallbacks_.push_back({ ggml_op_desc(node), layer, device, reason_against(device, node), is_stuck });
+            place = cpu;
+        }
+        ggml_backend_sched_set_tensor_backend(sched_.get(), node, backends_[size_t(place)]);
+    }
+}
+
+ggml_backend_dev_t planned_graph::device_of(ggml_tensor * node) const {
+    ggml_backend_t backend =
+        backends_.size() == 1 ? backends_[0] : ggml_backend_sched_get_tensor_backend(sched_.get(), node);
+    return is_view(node) || !backend ? nullptr : ggml_backend_get_device(backend);
 }
 
 void planned_graph::reserve() {
@@ -123,12 +197,8 @@ void planned_graph::forget() {
     sched_.reset();
 }
 
-uint64_t planned_graph::n_bytes() const {
-    uint64_t n = 0;
-    for (ggml_backend_t backend : backends_) {
-        n += sched_ ? ggml_backend_sched_get_buffer_size(sched_.get(), backend) : 0;
-    }
-    return n;
+uint64_t planned_graph::n_bytes(ggml_backend_t backend) const {
+    return sched_ ? ggml_backend_sched_get_buffer_size(sched_.get(), backend) : 0;
 }
 
 int planned_graph::n_splits() const {
@@ -139,16 +209,56 @@ int planned_graph::n_splits() const {
 // evaluator
 //
 
-// The CPU comes last: the scheduler wants it so.
-static std::vector<ggml_backend_t> in_order(const ggml_backend_ptr & gpu, const ggml_backend_ptr & cpu) {
-    return gpu ? std::vector<ggml_backend_t>{ gpu.get(), cpu.get() } : std::vector<ggml_backend_t>{ cpu.get() };
+uint64_t total(const slowar_bytes & bytes) {
+    return std::accumulate(std::begin(bytes.device), std::end(bytes.device), bytes.host);
+}
+
+// Of the devices that have a weight; the CPU comes last: the scheduler wants it so.
+static std::vector<ggml_backend_ptr> open_backends(const weights & w) {
+    std::vector<ggml_backend_ptr> out;
+    for (int32_t i = 0; i < int32_t(w.devices.size()); i++) {
+        const auto is_there = [i](const slowar_tensor & t) {
+            return t.device == i;
+        };
+        if (std::any_of(w.table.begin(), w.table.end(), is_there)) {
+            out.push_back(open_backend(w.devices[size_t(i)]));
+        }
+    }
+    out.push_back(open_backend(cpu_device()));
+    return out;
+}
+
+static std::vector<ggml_backend_t> each(const std::vector<ggml_backend_ptr> & backends) {
+    std::vector<ggml_backend_t> out;
+    for (const ggml_backend_ptr & backend : backends) {
+        out.push_back(backend.get());
+    }
+    return out;
 }
 
 evaluator::evaluator(std::shared_ptr<const weights> w, int32_t n_threads, std::vector<int32_t> extra_ids)
     : w_(std::move(w)), n_threads_(n_threads), extra_ids_(std::move(extra_ids)), threads_(start_threads(n_threads)),
-      gpu_(w_->info.n_gpu_layers > 0 ? open_backend(w_->device) : nullptr), cpu_(open_backend(cpu_device())),
-      step_(*w_, in_order(gpu_, cpu_)), batch_(*w_, in_order(gpu_, cpu_)) {
-    use_threads(cpu_.get(), threads_.get(), n_threads_);
+      backends_(open_backends(*w_)), step_(*w_, each(backends_)), batch_(*w_, each(backends_)) {
+    use_threads(backends_.back().get(), threads_.get(), n_threads_);
+}
+
+slowar_bytes evaluator::by_device(const std::vector<size_t> & sizes) const {
+    slowar_bytes out = {};
+    out.host         = sizes.back();
+    for (size_t i = 0; i + 1 < sizes.size(); i++) {
+        const auto device = ggml_backend_get_device(backends_[i].get());
+        const auto at     = std::find(w_->devices.begin(), w_->devices.end(), device) - w_->devices.begin();
+        out.device[at]    = sizes[i];
+    }
+    return out;
+}
+
+slowar_bytes evaluator::memory() const {
+    std::vector<size_t> sizes;
+    for (const ggml_backend_ptr & backend : backends_) {
+        sizes.push_back(step_.n_bytes(backend.get()) + batch_.n_bytes(backend.get()));
+    }
+    return by_device(sizes);
 }
 
 planned_graph & evaluator::plan_for(const graph_shape & shape) {
@@ -168,11 +278,12 @@ graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) con
         const int32_t n_kv = t.n_past + t.n_tokens;
         // ggml's tiled kernel takes these two types only; with others it would sum in another order, and round.
         const bool tiled = t.cache->type() == GGML_TYPE_F16 || t.cache->type() == GGML_TYPE_F32;
+        s.is_tiled       = t.attention == attention_path::cpu && tiled && t.n_tokens >= cpu_attention_limit;
         if (t.attention == attention_path::reference) {
             s.n_past = t.n_past;
-        } else if (t.attention == attention_path::flash) {
+        } else if (t.attention == attention_path::flash || w_->first_device() >= 0) {
             s.n_kv = std::min(GGML_PAD(n_kv, kv_block), t.cache->max_seq_len());
-        } else if (tiled && t.n_tokens >= cpu_attention_limit) {
+        } else if (s.is_tiled) {
             s.n_kv = n_kv;
         }
         shape.segments.push_back(s);
@@ -187,27 +298,12 @@ planned_graph & evaluator::built(const std::vector<task> & tasks, output out) {
     return plan;
 }
 
-const graph & evaluator::graph_of(const std::vector<task> & tasks, output out) {
-    return built(tasks, out).get();
-}
-
 void evaluator::reserve(const std::vector<task> & tasks) {
     built(tasks, output::full).reserve();
 }
 
-std::vector<size_t> evaluator::measure(const std::vector<task> & tasks) {
-    return built(tasks, output::full).measure();
-}
-
-bool evaluator::has_operations(const graph & g) const {
-    for (int i = 0; i < ggml_graph_n_nodes(g.nodes); i++) {
-        const ggml_tensor * t = ggml_graph_node(g.nodes, i);
-        if ((t->op == GGML_OP_FLASH_ATTN_EXT || t->op == GGML_OP_SET_ROWS) &&
-            !ggml_backend_dev_supports_op(w_->device, t)) {
-            return false;
-        }
-    }
-    return true;
+slowar_bytes evaluator::measure(const std::vector<task> & tasks) {
+    return by_device(built(tasks, output::full).measure());
 }
 
 void evaluator::forget() {
@@ -230,10 +326,10 @@ void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_thre
     }
     const graph & g = plan.get();
     set_inputs(g, tasks);
-    use_threads(cpu_.get(), threads_.get(), n_threads);
+    use_threads(backends_.back().get(), threads_.get(), n_threads);
 
     const size_t      mark   = log_mark();
-    const ggml_status status = plan.compute();
+    const ggml_status status = compute(plan);
     if (status == GGML_STATUS_SUCCESS) {
         if (hidden && g.hidden) {
             ggml_backend_tensor_get(g.hidden, hidden, 0, ggml_nbytes(g.hidden));
@@ -246,10 +342,32 @@ void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_thre
     if (shape.is_reference() || !trace_names.empty() || status != GGML_STATUS_SUCCESS) {
         plan.drop();
     }
+    check_devices();
     if (status != GGML_STATUS_SUCCESS) {
         fail(status == GGML_STATUS_ALLOC_FAILED ? SLOWAR_MEMORY : SLOWAR_COMPUTE,
              "evaluating %d positions failed (%s): %s", shape.n_tokens(), ggml_status_to_string(status),
              log_since(mark).c_str());
+    }
+}
+
+// ggml's RPC tells a server to compute "the same again" after a look at what was last asked of it, by whomever: two
+// callers must not do so at once.
+ggml_status evaluator::compute(planned_graph & plan) const {
+    static std::mutex remote;
+
+    const auto is_lent = [](const ggml_backend_ptr & b) {
+        return is_remote(ggml_backend_get_device(b.get()));
+    };
+    std::unique_lock<std::mutex> hold(remote, std::defer_lock);
+    if (std::any_of(backends_.begin(), backends_.end(), is_lent)) {
+        hold.lock();
+    }
+    return plan.compute();
+}
+
+void evaluator::check_devices() const {
+    for (const ggml_backend_ptr & backend : backends_) {
+        check_answers(ggml_backend_get_device(backend.get()));
     }
 }
 

@@ -27,6 +27,15 @@ struct task {
     const int32_t *  tokens;  // [n_tokens][1 + n_codebook], already checked; not looked at by a plan
 };
 
+// An operation that a device does not have and the CPU does instead.
+struct fallback {
+    std::string        op;
+    int32_t            layer;  // -1: before the first; n_layer: behind the last
+    ggml_backend_dev_t device;
+    std::string        reason;
+    bool               is_stuck;  // it writes into memory of the device: nothing can do it instead
+};
+
 // A graph with memory: its metadata, its scheduler, and the shape it was built for.
 class planned_graph {
   public:
@@ -41,6 +50,12 @@ class planned_graph {
 
     // What reserve() would set aside, on each backend. Nothing is.
     std::vector<size_t> measure();
+
+    // Of the graph just built.
+    const std::vector<fallback> & fallbacks() const { return fallbacks_; }
+
+    // The device that runs a node of the graph just built.
+    ggml_backend_dev_t device_of(ggml_tensor * node) const;
 
     // Gives the graph just built compute memory. A plan there is for as many nodes of no smaller sizes is kept, whatever
     // their flags. Throws SLOWAR_MEMORY.
@@ -59,12 +74,14 @@ class planned_graph {
     // Gives compute memory back as well.
     void forget();
 
-    uint64_t n_bytes() const;
+    uint64_t n_bytes(ggml_backend_t backend) const;
 
     int n_splits() const;
 
   private:
     void              make_room(size_t n_nodes, size_t n_bytes);
+    void              place();
+    int               home_of(const ggml_tensor * node) const;
     [[noreturn]] void no_memory(size_t log_mark);
 
     const weights &             w_;
@@ -76,8 +93,11 @@ class planned_graph {
     ggml_backend_sched_ptr      sched_;  // made when first needed
     graph                       graph_;
     graph_shape                 shape_;
+    std::vector<fallback>       fallbacks_;
     bool                        ready_ = false;
 };
+
+uint64_t total(const slowar_bytes & bytes);
 
 class evaluator {
   public:
@@ -87,33 +107,30 @@ class evaluator {
     // Sets compute memory aside for evaluations like this one. Throws SLOWAR_MEMORY.
     void reserve(const std::vector<task> & tasks);
 
-    // Bytes that reserve() would take, on the device and beside the CPU.
-    std::vector<size_t> measure(const std::vector<task> & tasks);
+    // Bytes that reserve() would take, and that are taken.
+    slowar_bytes measure(const std::vector<task> & tasks);
+    slowar_bytes memory() const;
 
     // hidden [n tasks][n_embd] and logits [n tasks][ids asked for] are of each task's last position, or nullptr.
     // A failure leaves slots behind the positions written to, which nothing reads.
     void eval(const std::vector<task> & tasks, output out, int32_t n_threads, float * hidden, float * logits);
 
-    // The graph of such an evaluation. Drops the one that was ready.
-    const graph & graph_of(const std::vector<task> & tasks, output out);
-
-    // Whether the device has every operation of this graph that only the flash path has.
-    bool has_operations(const graph & g) const;
+    // The graph of such an evaluation, placed. Drops the one that was ready.
+    planned_graph & built(const std::vector<task> & tasks, output out);
 
     // Gives compute memory back.
     void forget();
 
     const weights & model() const { return *w_; }
 
-    bool on_gpu() const { return bool(gpu_); }
-
     int32_t n_threads() const { return n_threads_; }
 
     const std::vector<int32_t> & extra_ids() const { return extra_ids_; }
 
-    uint64_t n_bytes() const { return step_.n_bytes() + batch_.n_bytes(); }
-
     int n_splits() const { return step_.n_splits(); }
+
+    // Of the last graph of a step.
+    const std::vector<fallback> & fallbacks() const { return step_.fallbacks(); }
 
     // Graphs that were built for evaluations; the others found theirs ready.
     int64_t n_planned() const { return n_planned_; }
@@ -122,10 +139,12 @@ class evaluator {
     std::vector<trace>       traces;  // of the last evaluation, in the order of trace_names
 
   private:
+    slowar_bytes    by_device(const std::vector<size_t> & sizes) const;
     graph_shape     shape_of(const std::vector<task> & tasks, output out) const;
     planned_graph & plan_for(const graph_shape & shape);
-    planned_graph & built(const std::vector<task> & tasks, output out);
     void            set_inputs(const graph & g, const std::vector<task> & tasks) const;
+    ggml_status     compute(planned_graph & plan) const;
+    void            check_devices() const;
     void            mark_traces(const graph & g) const;
     void            read_traces(const graph & g);
 
@@ -134,10 +153,9 @@ class evaluator {
     int32_t                        n_threads_;
     std::vector<int32_t>           extra_ids_;
     threadpool_ptr                 threads_;
-    ggml_backend_ptr               gpu_;  // none when nothing is offloaded
-    ggml_backend_ptr               cpu_;
-    planned_graph                  step_;   // of one position each: kept from step to step
-    planned_graph                  batch_;  // of any other number
+    std::vector<ggml_backend_ptr>  backends_;  // of each device, then of the CPU
+    planned_graph                  step_;      // of one position each: kept from step to step
+    planned_graph                  batch_;     // of any other number
     int64_t                        n_planned_ = 0;
 };
 

@@ -20,10 +20,12 @@ class builder {
     graph forward() {
         inputs();
         ggml_tensor * x = embed();
-        for (int il = 0; il < c.n_layer && x; il++) {
+        for (int il = 0; il < c.n_layer; il++) {
+            begin_after(x);
             x = block(x, il);
         }
         if (x) {
+            begin_after(x);
             head(x);
         }
         return out;
@@ -51,6 +53,12 @@ class builder {
         for (const segment & s : shape.segments) {
             out.in.masks.push_back(s.n_kv > 0 ? input(GGML_TYPE_F16, s.n_kv, s.n_tokens, "inp_mask") : nullptr);
         }
+    }
+
+    // All that x depends on comes before what follows.
+    void begin_after(ggml_tensor * x) {
+        ggml_build_forward_expand(out.nodes, x);
+        out.begins.push_back(ggml_graph_n_nodes(out.nodes));
     }
 
     // x = (embeddings[id] + sum over codebooks of codebook_embeddings[row] * semantic) * scale
@@ -170,7 +178,7 @@ class builder {
         first = 0;
         for (size_t i = 0; i < stored.size(); i++) {
             const int n = only_last(il) ? 1 : shape.segments[i].n_tokens;
-            o.push_back(attend_flash({ part(all.q, 2, first, n), part(all.positions, 0, first, n) }, stored[i], i));
+            o.push_back(attend_flash({ part(all.q, 2, first, n), part(all.positions, 0, first, n) }, stored[i], i, il));
             first += n;
         }
         return named(joined(o.data(), o.size()), "attn_out", il);  // [q_size, n_tokens or n segments]
@@ -182,17 +190,16 @@ class builder {
     };
 
     // The last positions of segment i, those that `from` has, over its cache.
-    ggml_tensor * attend_flash(const queries & from, const kv & stored, size_t i) {
-        const segment & s    = shape.segments[i];
-        const int64_t   n    = from.q->ne[2];
-        ggml_tensor *   mask = out.in.masks[i];
-        if (s.attention == attention_path::cpu && (!mask || n < cpu_attention_limit)) {
+    ggml_tensor * attend_flash(const queries & from, const kv & stored, size_t i, int il) {
+        const segment & s = shape.segments[i];
+        const int64_t   n = from.q->ne[2];
+        if (s.attention == attention_path::cpu && s.cache->is_on_cpu(il) && !(s.is_tiled && n >= cpu_attention_limit)) {
             return cpu_attention(ctx, from.q, stored, from.positions, with.n_threads);
         }
-        mask            = part(mask, 1, int(s.n_tokens - n), n);
-        ggml_tensor * o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, from.q, 0, 2, 1, 3), seen(stored.k, s),
-                                              seen(stored.v, s), mask, attn_scale(), /*max_bias =*/0.0f,
-                                              /*logit_softcap =*/0.0f);
+        ggml_tensor * mask = part(out.in.masks[i], 1, int(s.n_tokens - n), n);
+        ggml_tensor * o    = ggml_flash_attn_ext(ctx, ggml_permute(ctx, from.q, 0, 2, 1, 3), seen(stored.k, s),
+                                                 seen(stored.v, s), mask, attn_scale(), /*max_bias =*/0.0f,
+                                                 /*logit_softcap =*/0.0f);
         ggml_prec_set_acc(o, GGML_PREC_F32);
         return ggml_reshape_2d(ctx, o, c.q_size(), o->ne[2]);
     }

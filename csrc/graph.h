@@ -12,7 +12,7 @@ namespace slowar {
 enum class attention_path {
     reference,  // the documented one: cast and concatenate the past, repeat the heads, mask, softmax
     flash,      // store first, then ggml's flash attention over the cache in place
-    cpu,        // store first, then our own node (attention.h), or ggml's with a mask where that is the better one
+    cpu,        // so too, but in layers whose cache is beside the CPU by our own node (attention.h) where it is better
 };
 
 // What leaves the graph, each with all before it.
@@ -24,12 +24,13 @@ struct segment {
     uint64_t         cache_id  = 0;  // a cache that is gone may have left its address to another
     attention_path   attention = attention_path::reference;
     int              n_tokens  = 0;
-    int              n_past    = 0;  // reference: where the batch goes; else 0, the slots are an input
-    int              n_kv      = 0;  // slots that ggml's flash attention looks at; 0: it is not used
+    int              n_past    = 0;      // reference: where the batch goes; else 0, the slots are an input
+    int              n_kv      = 0;      // slots that ggml's flash attention looks at; 0: it is not used
+    bool             is_tiled  = false;  // cpu: the positions are so many that ggml's kernel is the better one
 
     bool operator==(const segment & o) const {
         return cache_id == o.cache_id && attention == o.attention && n_tokens == o.n_tokens && n_past == o.n_past &&
-               n_kv == o.n_kv;
+               n_kv == o.n_kv && is_tiled == o.is_tiled;
     }
 };
 
@@ -75,6 +76,8 @@ struct graph {
     graph_inputs  in     = {};
     ggml_tensor * hidden = nullptr;  // F32 [n_embd, n segments], or nullptr
     ggml_tensor * logits = nullptr;  // F32 [n_vocab, n segments], or [semantic ids + extra ids, ...], or nullptr
+
+    std::vector<int> begins;  // the first node of each layer, then of what is behind the last
 };
 
 // What stays the same for all graphs of an evaluator.

@@ -5,6 +5,9 @@
 
 #include "ggml-cpp.h"
 
+#include <map>
+#include <vector>
+
 namespace slowar {
 
 struct kv {
@@ -17,17 +20,28 @@ class kv_cache {
     // Whether there is memory, or graphs are only to be planned.
     enum existence { real, imagined };
 
-    // max_seq_len zeroed slots for every layer on one device. Throws SLOWAR_MEMORY.
-    kv_cache(const config & c, ggml_backend_dev_t device, ggml_type type, int32_t max_seq_len, existence how = real);
+    // max_seq_len zeroed slots for every layer, each on its device. Throws SLOWAR_MEMORY.
+    kv_cache(const config & c, std::vector<ggml_backend_dev_t> devices, ggml_type type, int32_t max_seq_len,
+             existence how = real);
 
     // No two caches of a process have the same.
     uint64_t id() const { return id_; }
 
-    ggml_type type() const { return k_->type; }
+    ggml_type type() const { return layers_[0].k->type; }
 
-    int32_t max_seq_len() const { return int32_t(k_->ne[2]); }
+    int32_t max_seq_len() const { return int32_t(layers_[0].k->ne[2]); }
 
-    size_t n_bytes() const { return ggml_nbytes(k_) + ggml_nbytes(v_); }
+    ggml_backend_dev_t device(int il) const { return devices_[size_t(il)]; }
+
+    bool is_on_cpu(int il) const;
+
+    size_t n_bytes() const { return n_bytes_each() * size_t(max_seq_len()); }
+
+    // Of the layers on one device.
+    size_t n_bytes(ggml_backend_dev_t device) const;
+
+    // Bytes of one position, all layers.
+    size_t n_bytes_each() const;
 
     // Nodes that copy a batch [head_dim, n_head_kv, n_tokens] into a layer's slots from `slot` on.
     void store(ggml_context * ctx, ggml_cgraph * graph, kv batch, int il, int slot) const;
@@ -39,9 +53,6 @@ class kv_cache {
     // [head_dim*n_head_kv, max_seq_len] each. Whoever reads them reads the batch as it is stored.
     kv stored(ggml_context * ctx, kv batch, ggml_tensor * slots, int il) const;
 
-    // Bytes of one position, all layers.
-    size_t n_bytes_each() const { return n_bytes() / size_t(max_seq_len()); }
-
     // The first n positions of another cache of the same model and type.
     void copy(const kv_cache & from, int32_t n);
 
@@ -50,14 +61,16 @@ class kv_cache {
     void write(int32_t first, int32_t n, const void * from);
 
   private:
+    void allocate(ggml_context * ctx, ggml_backend_dev_t device, existence how);
+    void check_devices() const;
     // Runs f(keys or values, offset and size of those positions of a layer) in the order of `read`.
     template <typename function_t> void each_layer(int32_t first, int32_t n, function_t f) const;
 
-    uint64_t                id_;
-    ggml_context_ptr        ctx_;
-    ggml_tensor *           k_ = nullptr;  // [head_dim, n_head_kv, max_seq_len, n_layer]
-    ggml_tensor *           v_ = nullptr;  // the same
-    ggml_backend_buffer_ptr buffer_;
+    uint64_t                                       id_;
+    std::vector<ggml_backend_dev_t>                devices_;  // of each layer
+    std::vector<kv>                                layers_;   // [head_dim, n_head_kv, max_seq_len] each
+    std::map<ggml_backend_dev_t, ggml_context_ptr> contexts_;
+    std::vector<ggml_backend_buffer_ptr>           buffers_;
 };
 
 }  // namespace slowar

@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <iterator>
 
 namespace slowar {
 
 session::session(std::shared_ptr<const weights> w, const slowar_session_params & params)
-    : w_(std::move(w)), n_batch_(params.n_batch), asked_(params.attention), kv_type_(type_named(params.kv_type)),
+    : w_(std::move(w)), n_batch_(params.n_batch), asked_(params.attention), kv_placement_(params.kv_placement),
+      kv_type_(type_named(params.kv_type)),
       evaluator_(w_, params.n_threads, { params.extra_ids, params.extra_ids + params.n_extra_ids }) {}
 
 const kv_cache & session::need_cache(const char * whose) const {
@@ -19,9 +21,15 @@ const kv_cache & session::need_cache(const char * whose) const {
     return *cache_;
 }
 
-// The whole cache goes to the GPU as soon as one layer is there.
-ggml_backend_dev_t session::cache_device() const {
-    return evaluator_.on_gpu() ? w_->device : cpu_device();
+kv_cache session::make_cache(attention_path path, int32_t max_seq_len, kv_cache::existence how) const {
+    const bool is_together =
+        kv_placement_ == SLOWAR_KV_GPU || (kv_placement_ == SLOWAR_KV_AUTO && path == attention_path::reference);
+    std::vector<ggml_backend_dev_t> devices;
+    for (int32_t il = 0; il < w_->hyper.n_layer; il++) {
+        const int32_t i = is_together ? w_->first_device() : w_->device_of(il);
+        devices.push_back(i < 0 ? cpu_device() : w_->devices[size_t(i)]);
+    }
+    return { w_->hyper, std::move(devices), kv_type_, max_seq_len, how };
 }
 
 std::vector<std::vector<task>> session::dearest(const kv_cache & cache) const {
@@ -42,8 +50,8 @@ std::vector<std::vector<task>> session::dearest(const kv_cache & cache) const {
 void session::init_kv_cache(int32_t max_seq_len) {
     clear_kv_cache();
     try {
-        cache_.emplace(w_->hyper, cache_device(), kv_type_, max_seq_len);
-        choose_path();
+        path_ = choose_path(max_seq_len);
+        cache_.emplace(make_cache(path_, max_seq_len, kv_cache::real));
         for (const std::vector<task> & tasks : dearest(*cache_)) {
             evaluator_.reserve(tasks);
         }
@@ -53,18 +61,35 @@ void session::init_kv_cache(int32_t max_seq_len) {
     }
 }
 
-void session::choose_path() {
-    path_ = asked_ == SLOWAR_ATTENTION_REFERENCE                     ? attention_path::reference
-            : asked_ == SLOWAR_ATTENTION_GGML || evaluator_.on_gpu() ? attention_path::flash
-                                                                     : attention_path::cpu;
-    if (path_ == attention_path::flash && evaluator_.on_gpu() &&
-        !evaluator_.has_operations(evaluator_.graph_of({ { &*cache_, path_, 0, 1, nullptr } }, output::full))) {
-        if (asked_ != SLOWAR_ATTENTION_AUTO) {
-            fail(SLOWAR_DEVICE, "%s lacks an operation of the flash path; attention \"reference\" runs there",
-                 ggml_backend_dev_name(w_->device));
+// An operation that the reference lacks on a device stops it only where nothing else can do it; the flash path is not
+// worth having without ggml's flash attention beside the cache.
+attention_path session::choose_path(int32_t max_seq_len) {
+    const attention_path flash = asked_ == SLOWAR_ATTENTION_GGML ? attention_path::flash : attention_path::cpu;
+    for (const attention_path path : { flash, attention_path::reference }) {
+        if (path == attention_path::reference ? asked_ != SLOWAR_ATTENTION_AUTO && asked_ != SLOWAR_ATTENTION_REFERENCE
+                                              : asked_ == SLOWAR_ATTENTION_REFERENCE) {
+            continue;
         }
-        path_ = attention_path::reference;
+        if (w_->first_device() < 0) {
+            return path;
+        }
+        const kv_cache        cache = make_cache(path, max_seq_len, kv_cache::imagined);
+        const planned_graph & plan  = evaluator_.built({ { &cache, path, 0, 1, nullptr } }, output::full);
+        const auto            stops = [](const fallback & f) {
+            return f.is_stuck || f.op == "FLASH_ATTN_EXT";
+        };
+        const auto & all = plan.fallbacks();
+        const auto   it  = std::find_if(all.begin(), all.end(), stops);
+        if (it == all.end()) {
+            return path;
+        }
+        if (asked_ != SLOWAR_ATTENTION_AUTO || path == attention_path::reference) {
+            fail(SLOWAR_DEVICE, "%s lacks %s for a cache of type %s%s", ggml_backend_dev_name(it->device),
+                 it->op.c_str(), ggml_type_name(kv_type_),
+                 path == attention_path::reference ? "" : "; attention \"reference\" may run there");
+        }
     }
+    return attention_path::reference;
 }
 
 void session::clear_kv_cache() {
@@ -78,7 +103,7 @@ void session::reserve(int32_t max_seq_len) {
     if (max_seq_len <= need_cache().max_seq_len()) {
         return;
     }
-    kv_cache larger(w_->hyper, cache_device(), kv_type_, max_seq_len);
+    kv_cache larger = make_cache(path_, max_seq_len, kv_cache::real);
     for (const std::vector<task> & tasks : dearest(larger)) {
         evaluator_.reserve(tasks);
     }
@@ -88,19 +113,36 @@ void session::reserve(int32_t max_seq_len) {
     cache_ = std::move(larger);
 }
 
-slowar_estimate session::estimate(int32_t max_seq_len) {
-    cache_.emplace(w_->hyper, cache_device(), kv_type_, max_seq_len, kv_cache::imagined);
-    choose_path();
-    slowar_estimate out                                                 = {};
-    (evaluator_.on_gpu() ? out.n_bytes_kv_device : out.n_bytes_kv_host) = cache_->n_bytes();
+slowar_bytes session::memory_of(const kv_cache & cache) const {
+    slowar_bytes out = {};
+    out.host         = cache.n_bytes(cpu_device());
+    for (size_t i = 0; i < w_->devices.size(); i++) {
+        out.device[i] = cache.n_bytes(w_->devices[i]);
+    }
+    return out;
+}
+
+slowar_session_memory session::memory() const {
+    return { cache_ ? memory_of(*cache_) : slowar_bytes{}, evaluator_.memory() };
+}
+
+static void add(slowar_bytes & sum, const slowar_bytes & more) {
+    sum.host += more.host;
+    for (size_t i = 0; i < std::size(sum.device); i++) {
+        sum.device[i] += more.device[i];
+    }
+}
+
+slowar_session_memory session::estimate(int32_t max_seq_len) {
+    path_ = choose_path(max_seq_len);
+    cache_.emplace(make_cache(path_, max_seq_len, kv_cache::imagined));
+    slowar_session_memory out = { memory_of(*cache_), {} };
     for (const std::vector<task> & tasks : dearest(*cache_)) {
         const double n_scores = double(tasks[0].n_tokens) * max_seq_len * w_->hyper.n_head;
         if (n_scores > 1e15) {  // sizes beyond this could overflow
             fail(SLOWAR_MEMORY, "evaluating %d positions at once takes more than any memory", tasks[0].n_tokens);
         }
-        const std::vector<size_t> sizes  = evaluator_.measure(tasks);
-        out.n_bytes_compute_host        += sizes.back();
-        out.n_bytes_compute_device      += evaluator_.on_gpu() ? sizes.front() : 0;
+        add(out.compute, evaluator_.measure(tasks));
     }
     clear_kv_cache();
     return out;
@@ -181,7 +223,8 @@ slowar_session_state session::state() const {
         out.attention       = path_ == attention_path::reference ? SLOWAR_ATTENTION_REFERENCE : SLOWAR_ATTENTION_FLASH;
         out.n_bytes_kv      = cache_->n_bytes();
         out.n_splits        = evaluator_.n_splits();
-        out.n_bytes_compute = evaluator_.n_bytes();
+        out.n_fallbacks     = int32_t(evaluator_.fallbacks().size());
+        out.n_bytes_compute = total(evaluator_.memory());
     }
     return out;
 }
@@ -192,12 +235,15 @@ std::vector<slowar_node> session::graph_nodes(int32_t n_past, int32_t n_tokens) 
         fail(SLOWAR_ARGUMENT, "n_past %d and n_tokens %d, expected 0 or more, 1 or more, together at most %d", n_past,
              n_tokens, cache.max_seq_len());
     }
-    const graph & g = evaluator_.graph_of({ { &cache, path_, n_past, n_tokens, nullptr } }, output::full);
+    const planned_graph & plan = evaluator_.built({ { &cache, path_, n_past, n_tokens, nullptr } }, output::full);
+    const graph &         g    = plan.get();
 
     std::vector<slowar_node> nodes;
     for (int i = 0; i < ggml_graph_n_nodes(g.nodes); i++) {
-        const ggml_tensor * t   = ggml_graph_node(g.nodes, i);
-        slowar_node         out = {};
+        ggml_tensor *            t      = ggml_graph_node(g.nodes, i);
+        const ggml_backend_dev_t device = plan.device_of(t);
+        slowar_node              out    = {};
+        std::snprintf(out.device, sizeof(out.device), "%s", device ? ggml_backend_dev_name(device) : "");
         std::snprintf(out.name, sizeof(out.name), "%s", t->name);
         std::snprintf(out.op, sizeof(out.op), "%s", ggml_op_desc(t));
         std::snprintf(out.type, sizeof(out.type), "%s", ggml_type_name(t->type));

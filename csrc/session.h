@@ -46,25 +46,29 @@ class session {
     // What an evaluation of n_tokens at n_past computes, in order. Drops the graph that was ready.
     std::vector<slowar_node> graph_nodes(int32_t n_past, int32_t n_tokens);
 
-    // Bytes of cache and compute memory that init_kv_cache would take, on the device and beside the CPU. Of a session
-    // without a cache.
-    slowar_estimate estimate(int32_t max_seq_len);
+    // Cache and compute memory that init_kv_cache would take, of a session without a cache, and that are taken.
+    slowar_session_memory estimate(int32_t max_seq_len);
+    slowar_session_memory memory() const;
+
+    const std::vector<fallback> & fallbacks() const { return evaluator_.fallbacks(); }
 
     void                       select_traces(std::vector<std::string> names);
     const std::vector<trace> & traces() const { return evaluator_.traces; }
 
   private:
-    const kv_cache &   need_cache(const char * whose = "") const;
-    ggml_backend_dev_t cache_device() const;
-    void               check_range(int32_t first, int32_t n, int32_t most, uint64_t n_bytes) const;
+    const kv_cache & need_cache(const char * whose = "") const;
+    kv_cache         make_cache(attention_path path, int32_t max_seq_len, kv_cache::existence how) const;
+    slowar_bytes     memory_of(const kv_cache & cache) const;
+    void             check_range(int32_t first, int32_t n, int32_t most, uint64_t n_bytes) const;
     // The longest evaluations for which compute memory comes with this cache, at its far end, where they are dearest.
     std::vector<std::vector<task>> dearest(const kv_cache & cache) const;
 
-    void choose_path();
+    attention_path choose_path(int32_t max_seq_len);
 
     std::shared_ptr<const weights> w_;
     int32_t                        n_batch_;
     slowar_attention               asked_;  // attention, as the caller put it
+    slowar_kv_placement            kv_placement_;
     attention_path                 path_ = attention_path::reference;
     ggml_type                      kv_type_;
     evaluator                      evaluator_;

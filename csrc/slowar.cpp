@@ -6,6 +6,7 @@
 #include "error.h"
 #include "evaluator.h"
 #include "platform.h"
+#include "remote.h"
 #include "session.h"
 #include "weights.h"
 
@@ -13,6 +14,7 @@
 #include <cinttypes>
 #include <cstring>
 #include <iterator>
+#include <tuple>
 
 using namespace slowar;
 
@@ -37,10 +39,17 @@ struct slowar_batch {
     int64_t   owner = process_id();
 };
 
+struct slowar_server {
+    slowar_server(ggml_backend_dev_t device, const slowar_server_params & params) : s(device, params) {}
+
+    server  s;
+    int64_t owner = process_id();
+};
+
 namespace {
 
 // The version of slowar.h.
-constexpr int32_t abi = 3;
+constexpr int32_t abi = 4;
 
 // ggml's own limit (GGML_MAX_N_THREADS).
 constexpr int32_t max_threads = 512;
@@ -50,6 +59,9 @@ constexpr int32_t max_extra_ids = 256;
 
 // A graph of so many sessions of a model of 36 layers has 220 000 nodes.
 constexpr int32_t max_items = 256;
+
+// The scheduler takes 16 (GGML_SCHED_MAX_BACKENDS), the CPU among them.
+constexpr int32_t max_devices = 15;
 
 // int32 positions, and n_past + n_tokens must not overflow.
 constexpr int32_t max_positions = INT32_MAX / 2;
@@ -69,6 +81,15 @@ template <typename handle_t> handle_t & owned(handle_t * handle) {
              handle->owner, process_id());
     }
     return *handle;
+}
+
+// The weights of a model that can be evaluated.
+const std::shared_ptr<const weights> & loaded(const slowar_model * model) {
+    const auto & w = owned(model).w;
+    if (!w->is_loaded) {
+        fail(SLOWAR_STATE, "the model was opened to be looked at only: its weights are not loaded");
+    }
+    return w;
 }
 
 // A handle of the parent process is left alone: its threads and device contexts exist there only.
@@ -135,6 +156,10 @@ void check_length(int32_t max_seq_len) {
 
 void check_params(const config & c, const slowar_session_params & p) {
     check_threads(p.n_threads);
+    if (p.kv_placement < SLOWAR_KV_AUTO || p.kv_placement > SLOWAR_KV_GPU) {
+        fail(SLOWAR_ARGUMENT, "kv_placement is %d, expected %d to %d", int(p.kv_placement), int(SLOWAR_KV_AUTO),
+             int(SLOWAR_KV_GPU));
+    }
     if (p.attention < SLOWAR_ATTENTION_AUTO || p.attention > SLOWAR_ATTENTION_GGML) {
         fail(SLOWAR_ARGUMENT, "attention is %d, expected %d to %d", int(p.attention), int(SLOWAR_ATTENTION_AUTO),
              int(SLOWAR_ATTENTION_GGML));
@@ -186,6 +211,31 @@ std::vector<task> tasks_of(const evaluator & e, const slowar_batch_item * items,
     return tasks;
 }
 
+// The devices that a model is to be put on, once nothing speaks against where.
+std::vector<ggml_backend_dev_t> devices_of(const slowar_model_params & p) {
+    if (p.n_devices < 0 || p.n_devices > max_devices || p.n_places < 0) {
+        fail(SLOWAR_ARGUMENT, "%d devices and %d places, expected 0 to %d and 0 or more", p.n_devices, p.n_places,
+             max_devices);
+    }
+    std::vector<ggml_backend_dev_t> devices;
+    for (int32_t i = 0; i < p.n_devices; i++) {
+        need(p.devices, "devices");
+        devices.push_back(gpu_device(p.devices[i]));
+        if (std::find(devices.begin(), devices.end() - 1, devices.back()) != devices.end() - 1) {
+            fail(SLOWAR_ARGUMENT, "device %d is named twice", p.devices[i]);
+        }
+    }
+    for (int32_t i = 0; i < p.n_places; i++) {
+        need(p.names, "names");
+        need(p.places, "places");
+        need(p.names[i], "a name");
+        if (p.places[i] < -1 || p.places[i] >= p.n_devices) {
+            fail(SLOWAR_ARGUMENT, "place %d is %d, expected -1 to %d", i, p.places[i], p.n_devices - 1);
+        }
+    }
+    return devices;
+}
+
 output output_for(slowar_logits which, const float * hidden, const float * logits) {
     if (which < SLOWAR_LOGITS_NONE || which > SLOWAR_LOGITS_FULL) {
         fail(SLOWAR_ARGUMENT, "which is %d, expected %d to %d", int(which), int(SLOWAR_LOGITS_NONE),
@@ -228,7 +278,7 @@ int32_t slowar_device_count(void) {
     int32_t n = 0;
     guard(nullptr, [&] {
         setup();
-        n = int32_t(ggml_backend_dev_count());
+        n = int32_t(n_local_devices());
     });
     return n;
 }
@@ -242,6 +292,16 @@ slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * e
     });
 }
 
+slowar_status slowar_server_devices(const char * endpoint, int32_t * first, int32_t * n, slowar_error * err) {
+    return guard(err, [&] {
+        setup();
+        need(endpoint, "endpoint");
+        need(first, "first");
+        need(n, "n");
+        std::tie(*first, *n) = server_devices(endpoint);
+    });
+}
+
 slowar_status slowar_model_open(slowar_model ** out, const char * path, const slowar_model_params * params,
                                 slowar_error * err) {
     return guard(err, [&] {
@@ -249,13 +309,8 @@ slowar_status slowar_model_open(slowar_model ** out, const char * path, const sl
         need(out, "out");
         need(path, "path");
         need(params, "params");
-        if (params->n_gpu_layers < -1) {
-            fail(SLOWAR_ARGUMENT, "n_gpu_layers is %d, expected -1 or more", params->n_gpu_layers);
-        }
-        ggml_backend_dev_t device = params->device < 0 ? nullptr : gpu_device(params->device);
-
         auto model = std::make_unique<slowar_model>();
-        model->w   = std::make_shared<const weights>(path, device, *params);
+        model->w   = std::make_shared<const weights>(path, devices_of(*params), *params);
         *out       = model.release();
     });
 }
@@ -290,7 +345,7 @@ slowar_status slowar_session_open(slowar_session ** out, const slowar_model * mo
     return guard(err, [&] {
         need(out, "out");
         need(params, "params");
-        const auto & w = owned(model).w;
+        const auto & w = loaded(model);
         check_params(w->hyper, *params);
         *out = std::make_unique<slowar_session>(w, *params).release();
     });
@@ -352,7 +407,7 @@ slowar_status slowar_write_kv(slowar_session * session, int32_t first, int32_t n
 }
 
 slowar_status slowar_session_estimate(const slowar_model * model, const slowar_session_params * params,
-                                      int32_t max_seq_len, slowar_estimate * out, slowar_error * err) {
+                                      int32_t max_seq_len, slowar_session_memory * out, slowar_error * err) {
     return guard(err, [&] {
         need(out, "out");
         need(params, "params");
@@ -360,6 +415,27 @@ slowar_status slowar_session_estimate(const slowar_model * model, const slowar_s
         check_params(w->hyper, *params);
         check_length(max_seq_len);
         *out = session(w, *params).estimate(max_seq_len);
+    });
+}
+
+slowar_status slowar_session_get_memory(const slowar_session * session, slowar_session_memory * out,
+                                        slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        *out = owned(session).s.memory();
+    });
+}
+
+slowar_status slowar_session_get_fallback(const slowar_session * session, int32_t i, slowar_fallback * out,
+                                          slowar_error * err) {
+    return guard(err, [&] {
+        need(out, "out");
+        const fallback & f = at(owned(session).s.fallbacks(), i, "fallback");
+        *out               = {};
+        out->layer         = f.layer;
+        std::snprintf(out->op, sizeof(out->op), "%s", f.op.c_str());
+        std::snprintf(out->device, sizeof(out->device), "%s", ggml_backend_dev_name(f.device));
+        std::snprintf(out->reason, sizeof(out->reason), "%s", f.reason.c_str());
     });
 }
 
@@ -383,7 +459,7 @@ slowar_status slowar_batch_open(slowar_batch ** out, const slowar_model * model,
                                 const int32_t * extra_ids, int32_t n_extra_ids, slowar_error * err) {
     return guard(err, [&] {
         need(out, "out");
-        const auto & w = owned(model).w;
+        const auto & w = loaded(model);
         check_threads(n_threads);
         check_extra_ids(w->hyper, extra_ids, n_extra_ids);
         const std::vector<int32_t> ids(extra_ids, extra_ids + n_extra_ids);
@@ -399,7 +475,7 @@ slowar_status slowar_batch_get_state(const slowar_batch * batch, slowar_batch_st
     return guard(err, [&] {
         need(out, "out");
         const evaluator & e = owned(batch).e;
-        *out                = { e.n_threads(), e.n_planned(), e.n_bytes() };
+        *out                = { e.n_threads(), e.n_planned(), total(e.memory()) };
     });
 }
 
@@ -458,6 +534,34 @@ slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_
             std::copy(t.values.begin(), t.values.end(), data);
         }
     });
+}
+
+slowar_status slowar_server_open(slowar_server ** out, const slowar_server_params * params, int32_t * port,
+                                 slowar_error * err) {
+    return guard(err, [&] {
+        setup();
+        need(out, "out");
+        need(params, "params");
+        need(params->host, "host");
+        need(port, "port");
+        check_threads(params->n_threads);
+        const auto devices = list_devices();
+        const auto device  = at(devices, params->device, "device");
+        if (is_remote(device)) {
+            fail(SLOWAR_DEVICE, "device %d is a server's: it is lent already", params->device);
+        }
+        auto server = std::make_unique<slowar_server>(device, *params);
+        *port       = server->s.port();
+        *out        = server.release();
+    });
+}
+
+slowar_status slowar_server_run(slowar_server * server, slowar_error * err) {
+    return guard(err, [&] { owned(server).s.run(); });
+}
+
+void slowar_server_close(slowar_server * server) {
+    close(server);
 }
 
 slowar_status slowar_read_bandwidth(int32_t n_threads, double * bytes_per_second, slowar_error * err) {

@@ -84,9 +84,13 @@ typedef struct slowar_device {
     uint64_t           memory_total; /* bytes */
 } slowar_device;
 
-/* The first call initialises the compiled-in backends; nothing touches a device before. */
+/* The devices of this machine. The first call initialises the compiled-in backends; nothing touches a device before. */
 int32_t       slowar_device_count(void);
 slowar_status slowar_device_get(int32_t i, slowar_device * out, slowar_error * err);
+
+/* Connects to "host:port", where slowar_server_run serves devices: they are slowar_device_get's `first` to first + n - 1,
+ * behind those of this machine. SLOWAR_DEVICE when nobody answers within five seconds. */
+slowar_status slowar_server_devices(const char * endpoint, int32_t * first, int32_t * n, slowar_error * err);
 
 /* ---- models ----------------------------------------------------------------------------------------------------- */
 
@@ -116,16 +120,21 @@ typedef struct slowar_config {
 } slowar_config;
 
 typedef struct slowar_model_params {
-    int32_t device;       /* slowar_device_get's index of a GPU, or -1: CPU alone */
-    int32_t n_gpu_layers; /* the first n layers go to that device; -1 or more than there are: all */
-    bool    use_mmap;     /* weights beside the CPU stay in the mapped file where their alignment allows */
-    bool    repack;       /* layer matrices beside the CPU are rearranged for its kernels where ggml can: a copy */
+    const int32_t * devices; /* slowar_device_get's indices of at most 15 GPUs, each once */
+    int32_t         n_devices;
+    /* Where tensors go: names[i] to devices[places[i]], or beside the CPU, where all others are, with -1. "output.weight" is
+     * the head, also where the file has none: a tied head in another place than the table is a copy. A tensor that a
+     * device cannot use stays beside the CPU. */
+    const char * const * names;
+    const int32_t *      places;
+    int32_t              n_places;
+    bool                 use_mmap; /* weights beside the CPU stay in the mapped file where their alignment allows */
+    bool repack; /* layer matrices beside the CPU are rearranged for its kernels where ggml can: a copy */
+    bool load;   /* false: everything but the weights, to look at and to plan with */
 } slowar_model_params;
 
 typedef struct slowar_model_info {
     int32_t  n_tensors;
-    int32_t  n_gpu_layers;         /* after clamping */
-    bool     embeddings_on_device; /* embeddings, codebook table, final norm and head */
     uint64_t n_params;
     uint64_t n_bytes_mapped;   /* weights used in place in the file */
     uint64_t n_bytes_repacked; /* weights rearranged in host memory */
@@ -149,6 +158,9 @@ typedef struct slowar_tensor {
     uint64_t     n_bytes;
     uint64_t     offset; /* in the file */
     slowar_place place;
+    int32_t      device;      /* SLOWAR_PLACE_DEVICE: which of the model's, else -1 */
+    int32_t      layer;       /* -1: of none */
+    char         reason[160]; /* why it is not on the device that was asked for; empty: it is */
 } slowar_tensor;
 
 /* Reads and checks a GGUF file before anything is allocated: every key, every tensor's presence, type, shape and place
@@ -180,10 +192,18 @@ typedef enum slowar_logits {
     SLOWAR_LOGITS_FULL     = 2
 } slowar_logits;
 
+/* Where a layer's keys and values are. */
+typedef enum slowar_kv_placement {
+    SLOWAR_KV_AUTO   = 0, /* GPU for the reference, else LAYERS */
+    SLOWAR_KV_LAYERS = 1, /* beside the layer's weights */
+    SLOWAR_KV_GPU    = 2  /* all on the first device that has a layer */
+} slowar_kv_placement;
+
 typedef struct slowar_session_params {
-    int32_t          n_threads; /* 1 .. 512 CPU threads, the caller's included */
-    slowar_attention attention;
-    const char *     kv_type; /* of the cache: "f16", "bf16", "f32" or "q8_0" */
+    int32_t             n_threads; /* 1 .. 512 CPU threads, the caller's included */
+    slowar_attention    attention;
+    slowar_kv_placement kv_placement;
+    const char *        kv_type; /* of the cache: "f16", "bf16", "f32" or "q8_0" */
     int32_t n_batch; /* compute memory of this many positions is set aside with the cache; 0: of one, -1: none */
     const int32_t * extra_ids; /* n_extra_ids token ids, at most 256, whose logits follow the semantic ones */
     int32_t         n_extra_ids;
@@ -193,9 +213,10 @@ typedef struct slowar_session_state {
     int32_t          n_past;      /* positions in the cache */
     int32_t          max_seq_len; /* 0: no cache */
     int32_t          n_threads;
-    int32_t          n_splits;  /* parts in which the scheduler cut the last step's graph */
-    slowar_attention attention; /* REFERENCE or FLASH, once there is a cache */
-    int64_t          n_planned; /* graphs built for evaluations so far; the others found theirs ready */
+    int32_t          n_splits;    /* parts in which the scheduler cut the last step's graph */
+    slowar_attention attention;   /* REFERENCE or FLASH, once there is a cache */
+    int32_t          n_fallbacks; /* of slowar_session_get_fallback */
+    int64_t          n_planned;   /* graphs built for evaluations so far; the others found theirs ready */
     uint64_t         n_bytes_kv;
     uint64_t         n_bytes_compute;
 } slowar_session_state;
@@ -230,16 +251,34 @@ slowar_status slowar_read_kv(const slowar_session * session, int32_t first, int3
 slowar_status slowar_write_kv(slowar_session * session, int32_t first, int32_t n, const void * from, uint64_t n_bytes,
                               slowar_error * err);
 
-/* Memory that a session with these parameters would take for a cache of max_seq_len positions. Nothing is taken. */
-typedef struct slowar_estimate {
-    uint64_t n_bytes_kv_host;
-    uint64_t n_bytes_kv_device;
-    uint64_t n_bytes_compute_host;
-    uint64_t n_bytes_compute_device;
-} slowar_estimate;
+/* Bytes beside the CPU and on each of the model's devices. */
+typedef struct slowar_bytes {
+    uint64_t host;
+    uint64_t device[15];
+} slowar_bytes;
 
+typedef struct slowar_session_memory {
+    slowar_bytes kv;
+    slowar_bytes compute;
+} slowar_session_memory;
+
+slowar_status slowar_session_get_memory(const slowar_session * session, slowar_session_memory * out,
+                                        slowar_error * err);
+
+/* Memory that a session with these parameters would take for a cache of max_seq_len positions. Nothing is taken. */
 slowar_status slowar_session_estimate(const slowar_model * model, const slowar_session_params * params,
-                                      int32_t max_seq_len, slowar_estimate * out, slowar_error * err);
+                                      int32_t max_seq_len, slowar_session_memory * out, slowar_error * err);
+
+/* An operation of the last step's graph that runs on the CPU, although what it works on is on a device. */
+typedef struct slowar_fallback {
+    char    op[32];
+    int32_t layer; /* -1: before the first; n_layer: behind the last */
+    char    device[64];
+    char    reason[160];
+} slowar_fallback;
+
+slowar_status slowar_session_get_fallback(const slowar_session * session, int32_t i, slowar_fallback * out,
+                                          slowar_error * err);
 
 /* What slowar_eval_cached checks first, for a prompt that will be evaluated in several parts: every id in 0 .. n_vocab-1
  * and, on semantic positions, every code in 0 .. codebook_size-1. The message counts as the
@@ -298,7 +337,8 @@ typedef struct slowar_node {
     char    name[64]; /* "attn_norm-3", "hidden"; tensors without a name of ours have ggml's */
     char    op[32];   /* ggml's name: "MUL_MAT" */
     char    type[16];
-    int64_t ne[4]; /* ggml order */
+    char    device[64]; /* that runs it; empty for a view, which nothing runs */
+    int64_t ne[4];      /* ggml order */
 } slowar_node;
 
 /* Builds the graph of an evaluation of n_tokens at n_past, without computing it. *n_nodes becomes the number of its nodes,
@@ -314,6 +354,29 @@ slowar_status slowar_trace_select(slowar_session * session, const char * const *
 /* Trace i of the last evaluation: its shape, and its values when `data` is not NULL (ne[0]*ne[1]*ne[2]*ne[3] floats). */
 slowar_status slowar_trace_get(const slowar_session * session, int32_t i, int64_t ne[4], float * data,
                                slowar_error * err);
+
+/* ---- serving a device ------------------------------------------------------------------------------------------- */
+
+/* Lends a device of this machine to models of others. Whoever can connect can use the device, and bring the process down:
+ * nothing is encrypted, nobody is asked who he is. */
+typedef struct slowar_server slowar_server;
+
+typedef struct slowar_server_params {
+    int32_t      device; /* slowar_device_get's index */
+    const char * host;   /* address of this machine to listen at */
+    int32_t      port;   /* 0: any that is free */
+    int32_t      n_threads;
+    uint64_t     memory;     /* bytes that clients may take together; 0: what there is */
+    uint64_t     max_buffer; /* bytes of one allocation; 0: as the device has it */
+} slowar_server_params;
+
+/* Listens. *port becomes the port. One server a process. */
+slowar_status slowar_server_open(slowar_server ** out, const slowar_server_params * params, int32_t * port,
+                                 slowar_error * err);
+
+/* Serves one client after the other, until the process ends. */
+slowar_status slowar_server_run(slowar_server * server, slowar_error * err);
+void          slowar_server_close(slowar_server * server); /* NULL is fine; not while it runs */
 
 /* ---- measuring -------------------------------------------------------------------------------------------------- */
 

@@ -8,7 +8,10 @@
 
 namespace slowar {
 
-static const size_t upload_bytes = size_t(16) << 20;  // staging for a device that cannot read the file itself
+// Staging for a device that cannot read the file itself. Larger pieces ggml's RPC would first ask the server for by hash.
+static const size_t upload_bytes = size_t(8) << 20;
+
+static const char * const head_name = "output.weight";
 
 static ggml_context_ptr metadata_context(size_t n_tensors) {
     return ggml_context_ptr(ggml_init({ (n_tensors + 1) * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
@@ -30,23 +33,43 @@ static size_t n_dims_of(const file_tensor & t) {
     return n;
 }
 
-weights::weights(const std::string & path, ggml_backend_dev_t device, const slowar_model_params & params)
-    : device(device), file(std::make_unique<gguf_file>(path)) {
-    hyper                = read_config(*file);
-    int32_t n_gpu_layers = params.n_gpu_layers;
-    if (!device) {
-        n_gpu_layers = 0;
-    } else if (n_gpu_layers < 0 || n_gpu_layers > hyper.n_layer) {
-        n_gpu_layers = hyper.n_layer;
+weights::weights(const std::string & path, std::vector<ggml_backend_dev_t> devices, const slowar_model_params & params)
+    : devices(std::move(devices)), is_loaded(params.load), file(std::make_unique<gguf_file>(path)) {
+    for (int32_t i = 0; i < params.n_places; i++) {
+        places.emplace_back(params.names[i], params.places[i]);
     }
-    info.n_gpu_layers = n_gpu_layers;
-    want_all(n_gpu_layers);
-    load(params);
+    std::sort(places.begin(), places.end());
+    hyper = read_config(*file);
+    want_all();
+    for (const auto & [name, device] : places) {
+        const auto is_it = [&name = name](const wanted & w) {
+            return w.name == name;
+        };
+        if (name != head_name && std::none_of(list.begin(), list.end(), is_it)) {
+            fail(SLOWAR_ARGUMENT, "there is no tensor %s to place", name.c_str());
+        }
+    }
+    place(params);
+    load();
 }
 
-void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, bool on_device) {
-    const file_tensor & t      = file->tensor(name);
-    const int32_t       n_dims = int32_t(ne.size());
+int32_t weights::first_device() const {
+    const auto it = std::find_if(device_of_.begin(), device_of_.end(), [](int32_t i) { return i >= 0; });
+    return it == device_of_.end() ? -1 : *it;
+}
+
+int32_t weights::asked_for(const std::string & name) const {
+    const auto it = std::lower_bound(places.begin(), places.end(), std::make_pair(name, -1));
+    return it != places.end() && it->first == name ? it->second : -1;
+}
+
+void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, int32_t layer) {
+    want(slot, name, file->tensor(name), how, std::move(ne), layer);
+}
+
+void weights::want(ggml_tensor *& slot, const std::string & name, const file_tensor & t, use how,
+                   std::vector<int64_t> ne, int32_t layer) {
+    const int32_t n_dims = int32_t(ne.size());
     ne.resize(std::max(ne.size(), n_dims_of(t)), 1);
     if (!std::equal(ne.begin(), ne.end(), t.ne)) {
         fail(SLOWAR_FORMAT, "tensor %s has shape %s, expected %s", name.c_str(), shape(t.ne, n_dims_of(t)).c_str(),
@@ -56,43 +79,48 @@ void weights::want(ggml_tensor *& slot, const std::string & name, use how, std::
         fail(SLOWAR_FORMAT, "tensor %s has type %s, expected %s", name.c_str(), ggml_type_name(t.type),
              how == use::scale ? "f32" : "a type of matrix that ggml can multiply by");
     }
-    const bool there  = on_device && device_supports(how, t);
-    const bool repack = how == use::multiply && &slot != &output;
-    list.push_back({ &t, &slot, n_dims, there ? SLOWAR_PLACE_DEVICE : SLOWAR_PLACE_HOST, repack });
+    const int32_t asked  = asked_for(name);
+    std::string   reason = asked < 0 ? "" : refusal(devices[size_t(asked)], how, t);
+    const int32_t device = reason.empty() ? asked : -1;
+    const bool    repack = how == use::multiply && layer >= 0;
+    list.push_back({ name, &t, &slot, n_dims, layer, device, device < 0 ? SLOWAR_PLACE_HOST : SLOWAR_PLACE_DEVICE,
+                     repack, std::move(reason) });
 }
 
-bool weights::device_supports(use how, const file_tensor & t) const {
-    if (n_dims_of(t) > 2) {
-        return false;  // no matrix of ours; ggml would end the process over it before its shape is refused
+// Why a device cannot have a tensor; empty: it can.
+std::string weights::refusal(ggml_backend_dev_t device, use how, const file_tensor & t) const {
+    const size_t most = ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
+    if (t.n_bytes > most) {
+        return text("%s takes at most %.1f MiB in one buffer", ggml_backend_dev_name(device), double(most) / (1 << 20));
     }
     const ggml_context_ptr ctx = metadata_context(4);
     ggml_tensor *          w   = ggml_new_tensor(ctx.get(), t.type, GGML_MAX_DIMS, t.ne);
+    ggml_tensor *          x   = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, t.ne[0]);
     ggml_tensor *          op  = nullptr;
     switch (how) {
-        case use::look_up: op = ggml_get_rows(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1)); break;
-        case use::multiply:
-            op = ggml_mul_mat(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, t.ne[0]));
-            break;
-        case use::scale: op = ggml_mul(ctx.get(), ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, t.ne[0]), w); break;
+        case use::look_up:  op = ggml_get_rows(ctx.get(), w, ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1)); break;
+        case use::multiply: op = ggml_mul_mat(ctx.get(), w, x); break;
+        case use::scale:    op = ggml_mul(ctx.get(), x, w); break;
     }
-    return ggml_backend_dev_supports_op(device, op);
+    if (ggml_backend_dev_supports_op(device, op)) {
+        return "";
+    }
+    return text("%s cannot %s %s", ggml_backend_dev_name(device),
+                how == use::look_up    ? "look up rows of"
+                : how == use::multiply ? "multiply by"
+                                       : "scale by",
+                ggml_type_name(t.type));
 }
 
-void weights::want_all(int32_t n_gpu_layers) {
+void weights::want_all() {
     const config & c      = hyper;
     const int64_t  q_size = c.q_size();
     const int64_t  n_qkv  = q_size + 2 * c.kv_size();
 
-    // The tables, the last norm and the head go together: beside the CPU unless every layer is on the device and the
-    // device can look rows up in both.
-    info.embeddings_on_device = device && n_gpu_layers == c.n_layer &&
-                                device_supports(use::look_up, file->tensor("embeddings.weight")) &&
-                                device_supports(use::look_up, file->tensor("codebook_embeddings.weight"));
-    const bool ends           = info.embeddings_on_device;
-
-    want(embeddings, "embeddings.weight", use::look_up, { c.n_embd, c.n_vocab }, ends);
+    want(embeddings, "embeddings.weight", use::look_up, { c.n_embd, c.n_vocab });
+    const int32_t table_device = list.back().device;
     want(codebook_embeddings, "codebook_embeddings.weight", use::look_up,
-         { c.n_embd, int64_t(c.n_codebook) * c.codebook_size }, ends);
+         { c.n_embd, int64_t(c.n_codebook) * c.codebook_size });
 
     const std::string beyond = "layers." + std::to_string(c.n_layer) + ".attention_norm.weight";
     if (file->find(beyond)) {
@@ -100,30 +128,32 @@ void weights::want_all(int32_t n_gpu_layers) {
     }
     layers.resize(size_t(c.n_layer));
     for (int32_t il = 0; il < c.n_layer; il++) {
-        layer_weights &   l    = layers[size_t(il)];
-        const std::string at   = "layers." + std::to_string(il) + ".";
-        const bool        here = il < n_gpu_layers;
+        layer_weights &   l  = layers[size_t(il)];
+        const std::string at = "layers." + std::to_string(il) + ".";
 
-        want(l.attention_norm, at + "attention_norm.weight", use::scale, { c.n_embd }, here);
-        want(l.wqkv, at + "attention.wqkv.weight", use::multiply, { c.n_embd, n_qkv }, here);
+        want(l.attention_norm, at + "attention_norm.weight", use::scale, { c.n_embd }, il);
+        want(l.wqkv, at + "attention.wqkv.weight", use::multiply, { c.n_embd, n_qkv }, il);
+        device_of_.push_back(list.back().device);
         for (const char * name : { "attention.q_norm.weight", "attention.k_norm.weight" }) {
             if (c.attention_qk_norm) {
-                want(name[10] == 'q' ? l.q_norm : l.k_norm, at + name, use::scale, { c.head_dim }, here);
+                want(name[10] == 'q' ? l.q_norm : l.k_norm, at + name, use::scale, { c.head_dim }, il);
             } else if (file->find(at + name)) {
                 fail(SLOWAR_FORMAT, "key fish_speech.attention_qk_norm is false, yet the file has tensor %s%s",
                      at.c_str(), name);
             }
         }
-        want(l.wo, at + "attention.wo.weight", use::multiply, { q_size, c.n_embd }, here);
-        want(l.ffn_norm, at + "ffn_norm.weight", use::scale, { c.n_embd }, here);
-        want(l.w1, at + "feed_forward.w1.weight", use::multiply, { c.n_embd, c.n_ff }, here);
-        want(l.w3, at + "feed_forward.w3.weight", use::multiply, { c.n_embd, c.n_ff }, here);
-        want(l.w2, at + "feed_forward.w2.weight", use::multiply, { c.n_ff, c.n_embd }, here);
+        want(l.wo, at + "attention.wo.weight", use::multiply, { q_size, c.n_embd }, il);
+        want(l.ffn_norm, at + "ffn_norm.weight", use::scale, { c.n_embd }, il);
+        want(l.w1, at + "feed_forward.w1.weight", use::multiply, { c.n_embd, c.n_ff }, il);
+        want(l.w3, at + "feed_forward.w3.weight", use::multiply, { c.n_embd, c.n_ff }, il);
+        want(l.w2, at + "feed_forward.w2.weight", use::multiply, { c.n_ff, c.n_embd }, il);
     }
 
-    want(norm, "norm.weight", use::scale, { c.n_embd }, ends);
-    if (!c.tie_word_embeddings) {
-        want(output, "output.weight", use::multiply, { c.n_embd, c.n_vocab }, ends);
+    want(norm, "norm.weight", use::scale, { c.n_embd });
+    // A tied head is the table itself, or a copy of it in another place.
+    if (!c.tie_word_embeddings || asked_for(head_name) != table_device) {
+        want(output, head_name, file->tensor(c.tie_word_embeddings ? "embeddings.weight" : head_name), use::multiply,
+             { c.n_embd, c.n_vocab }, -1);
     }
 }
 
@@ -148,6 +178,19 @@ static ggml_backend_buffer_ptr allocate(ggml_context * ctx, ggml_backend_buffer_
     return buffer;
 }
 
+// An empty buffer of that type for tensors that are only planned with.
+static ggml_backend_buffer_ptr imagine(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    if (!ggml_get_first_tensor(ctx)) {
+        return nullptr;
+    }
+    ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(buft, 0));
+    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        t->buffer = buffer.get();
+    }
+    return buffer;
+}
+
 static void upload(const mapped_file & file, const file_tensor & source, ggml_tensor * t) {
     if (ggml_backend_buffer_is_host(t->buffer)) {
         file.read(source.offset, t->data, source.n_bytes);
@@ -161,52 +204,71 @@ static void upload(const mapped_file & file, const file_tensor & source, ggml_te
     }
 }
 
-void weights::load(const slowar_model_params & params) {
-    const mapped_file & f         = file->file();
-    const auto          cpu_buft  = ggml_backend_dev_buffer_type(cpu_device());
-    const size_t        alignment = ggml_backend_buft_get_alignment(cpu_buft);
+// Of contexts and types: the places beside the CPU first.
+static size_t index_of(slowar_place where, int32_t device) {
+    return where == SLOWAR_PLACE_DEVICE ? size_t(SLOWAR_PLACE_DEVICE) + size_t(device) : size_t(where);
+}
 
-    ggml_backend_buffer_type_t repack_buft = nullptr;
-    for (ggml_context_ptr & ctx : contexts) {
-        ctx = metadata_context(list.size());
+// Decides what of the CPU's is used from the file, and makes the tensors.
+void weights::place(const slowar_model_params & params) {
+    types.assign(SLOWAR_PLACE_DEVICE, ggml_backend_dev_buffer_type(cpu_device()));
+    types[SLOWAR_PLACE_REPACKED] = nullptr;
+    for (ggml_backend_dev_t device : devices) {
+        types.push_back(ggml_backend_dev_buffer_type(device));
     }
+    for (size_t i = 0; i < types.size(); i++) {
+        contexts.push_back(metadata_context(list.size()));
+    }
+    const size_t alignment = ggml_backend_buft_get_alignment(types[SLOWAR_PLACE_HOST]);
     for (wanted & w : list) {
         const file_tensor & t = *w.source;
         if (w.where == SLOWAR_PLACE_HOST && w.repack && params.repack) {
-            const auto buft = repack_type(t.type, t.ne);
-            if (buft && (!repack_buft || buft == repack_buft)) {
-                repack_buft = buft;
-                w.where     = SLOWAR_PLACE_REPACKED;
+            ggml_backend_buffer_type_t & known = types[SLOWAR_PLACE_REPACKED];
+            const auto                   buft  = repack_type(t.type, t.ne);
+            if (buft && (!known || buft == known)) {
+                known   = buft;
+                w.where = SLOWAR_PLACE_REPACKED;
             }
         }
         if (w.where == SLOWAR_PLACE_HOST && params.use_mmap && t.offset % alignment == 0) {
             w.where = SLOWAR_PLACE_MAPPED;
         }
-        *w.slot = ggml_new_tensor(contexts[w.where].get(), t.type, GGML_MAX_DIMS, t.ne);
-        ggml_set_name(*w.slot, t.name.c_str());
+        *w.slot = ggml_new_tensor(contexts[index_of(w.where, w.device)].get(), t.type, GGML_MAX_DIMS, t.ne);
+        ggml_set_name(*w.slot, w.name.c_str());
     }
+}
 
-    auto * const            base = const_cast<uint8_t *>(f.data());  // mapped read-only: nothing writes to weights
+void weights::load() {
+    const mapped_file & f    = file->file();
+    auto * const        base = const_cast<uint8_t *>(f.data());  // mapped read-only: nothing writes to weights
+
     ggml_backend_buffer_ptr mapping(ggml_backend_cpu_buffer_from_ptr(base, f.size()));
     ggml_backend_buffer_set_usage(mapping.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    buffers.push_back(allocate(contexts[SLOWAR_PLACE_HOST].get(), cpu_buft, cpu_device()));
-    buffers.push_back(allocate(contexts[SLOWAR_PLACE_REPACKED].get(), repack_buft, cpu_device()));
-    if (device) {
-        buffers.push_back(allocate(contexts[SLOWAR_PLACE_DEVICE].get(), ggml_backend_dev_buffer_type(device), device));
+    for (size_t i = is_loaded ? size_t(SLOWAR_PLACE_HOST) : 0; i < contexts.size(); i++) {
+        const size_t             first  = size_t(SLOWAR_PLACE_DEVICE);
+        const ggml_backend_dev_t device = i < first ? cpu_device() : devices[i - first];
+        buffers.push_back(is_loaded ? allocate(contexts[i].get(), types[i], device)
+                                    : imagine(contexts[i].get(), types[i]));
     }
-
     for (const wanted & w : list) {
-        switch (w.where) {
-            case SLOWAR_PLACE_MAPPED: ggml_backend_tensor_alloc(mapping.get(), *w.slot, base + w.source->offset); break;
-            case SLOWAR_PLACE_REPACKED:
-                ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
-                f.forget(w.source->offset, w.source->n_bytes);
-                break;
-            default: upload(f, *w.source, *w.slot); break;
+        if (is_loaded) {
+            switch (w.where) {
+                case SLOWAR_PLACE_MAPPED:
+                    ggml_backend_tensor_alloc(mapping.get(), *w.slot, base + w.source->offset);
+                    break;
+                case SLOWAR_PLACE_REPACKED:
+                    ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
+                    f.forget(w.source->offset, w.source->n_bytes);
+                    break;
+                default: upload(f, *w.source, *w.slot); break;
+            }
         }
         describe(w);
     }
-    if (info.n_bytes_mapped > 0) {
+    for (ggml_backend_dev_t device : devices) {
+        check_answers(device);
+    }
+    if (is_loaded && info.n_bytes_mapped > 0) {
         buffers.push_back(std::move(mapping));
     } else {
         file.reset();
@@ -223,17 +285,20 @@ void weights::describe(const wanted & w) {
     slowar_tensor out = {};
     std::snprintf(out.name, sizeof(out.name), "%s", t->name);
     std::snprintf(out.type, sizeof(out.type), "%s", ggml_type_name(t->type));
+    std::snprintf(out.reason, sizeof(out.reason), "%s", w.reason.c_str());
     std::copy_n(t->ne, GGML_MAX_DIMS, out.ne);
     out.n_bytes = ggml_nbytes(t);
     out.n_dims  = w.n_dims;
     out.offset  = w.source->offset;
     out.place   = w.where;
+    out.device  = w.device;
+    out.layer   = w.layer;
     table.push_back(out);
 
     uint64_t * const bytes[]  = { &info.n_bytes_mapped, &info.n_bytes_host, &info.n_bytes_repacked,
                                   &info.n_bytes_device };
     *bytes[w.where]          += out.n_bytes;
-    info.n_params            += uint64_t(ggml_nelements(t));
+    info.n_params            += w.name == w.source->name ? uint64_t(ggml_nelements(t)) : 0;  // a copy is not one more
     info.n_tensors++;
 }
 

@@ -24,42 +24,60 @@ struct layer_weights {
 };
 
 struct weights {
-    // Checks every tensor the model needs against the file, then loads them. device: nullptr for the CPU alone.
-    weights(const std::string & path, ggml_backend_dev_t device, const slowar_model_params & params);
+    // Checks every tensor the model needs against the file, then loads them where params.names says, of these devices.
+    weights(const std::string & path, std::vector<ggml_backend_dev_t> devices, const slowar_model_params & params);
+
+    // Which of `devices` a layer's attention is on; -1: the CPU.
+    int32_t device_of(int il) const { return device_of_[size_t(il)]; }
+
+    // The first device that has a layer, or -1.
+    int32_t first_device() const;
 
     config                     hyper;
     ggml_tensor *              embeddings          = nullptr;  // [n_embd, n_vocab]
     ggml_tensor *              codebook_embeddings = nullptr;  // [n_embd, n_codebook*codebook_size]
     ggml_tensor *              norm                = nullptr;  // [n_embd]
-    ggml_tensor *              output              = nullptr;  // [n_embd, n_vocab]: embeddings itself when tied
+    ggml_tensor *              output = nullptr;  // [n_embd, n_vocab]: embeddings itself when tied and in one place
     std::vector<layer_weights> layers;
 
-    ggml_backend_dev_t         device = nullptr;
-    slowar_model_info          info   = {};
-    std::vector<slowar_tensor> table;  // in the order of the forward pass
+    std::vector<ggml_backend_dev_t> devices;           // beside the CPU
+    bool                            is_loaded = true;  // else there are no values, only places for them
+    slowar_model_info               info      = {};
+    std::vector<slowar_tensor>      table;  // in the order of the forward pass
 
   private:
     // What a tensor is for decides what a device must be able to do with it, and its types.
     enum class use { look_up, multiply, scale };
 
     struct wanted {
+        std::string         name;
         const file_tensor * source;
         ggml_tensor **      slot;
         int32_t             n_dims;
+        int32_t             layer;
+        int32_t             device;  // of `devices`, or -1
         slowar_place        where;
         bool                repack;
+        std::string         reason;  // why it is not where it was asked for
     };
 
-    void want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, bool on_device);
-    bool device_supports(use how, const file_tensor & t) const;
-    void want_all(int32_t n_gpu_layers);
-    void load(const slowar_model_params & params);
-    void describe(const wanted & w);
+    int32_t asked_for(const std::string & name) const;
+    void    want(ggml_tensor *& slot, const std::string & name, use how, std::vector<int64_t> ne, int32_t layer = -1);
+    void    want(ggml_tensor *& slot, const std::string & name, const file_tensor & t, use how, std::vector<int64_t> ne,
+                 int32_t layer);
+    std::string refusal(ggml_backend_dev_t device, use how, const file_tensor & t) const;
+    void        want_all();
+    void        place(const slowar_model_params & params);
+    void        load();
+    void        describe(const wanted & w);
 
-    std::unique_ptr<gguf_file>           file;  // kept while tensors live in its mapping
-    std::vector<wanted>                  list;
-    ggml_context_ptr                     contexts[4];  // of each place
-    std::vector<ggml_backend_buffer_ptr> buffers;
+    std::unique_ptr<gguf_file>               file;    // kept while tensors live in its mapping
+    std::vector<std::pair<std::string, int>> places;  // asked for, sorted by name
+    std::vector<wanted>                      list;
+    std::vector<int32_t>                     device_of_;
+    std::vector<ggml_context_ptr>            contexts;  // of each place beside the CPU, then of each device
+    std::vector<ggml_backend_buffer_type_t>  types;     // of their buffers
+    std::vector<ggml_backend_buffer_ptr>     buffers;
 };
 
 }  // namespace slowar

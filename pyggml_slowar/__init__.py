@@ -21,9 +21,11 @@ from .errors import (
     SlowARError,
 )
 from .model import Config, Estimate, Model, TensorInfo
+from .placement import Placed
 from .prefix_cache import PrefixCache, PrefixStats
 from .runner import BatchRunner, Result, RunnerStats
-from .session import Logits, Node, Output, Session, prefill_chunk
+from .server import DeviceServer
+from .session import Fallback, Logits, Node, Output, Session, prefill_chunk
 
 __version__ = "0.1.0"
 
@@ -35,12 +37,15 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemoryError",
+    "DeviceServer",
     "Estimate",
+    "Fallback",
     "Logits",
     "Model",
     "ModelFormatError",
     "Node",
     "Output",
+    "Placed",
     "PrefixCache",
     "PrefixStats",
     "QueueFullError",

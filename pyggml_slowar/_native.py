@@ -23,7 +23,7 @@ from . import errors
 T = TypeVar("T")
 C = TypeVar("C", bound="Closing")
 
-ABI = 3
+ABI = 4
 """The ``slowar_abi`` this package was written against."""
 
 _HERE = Path(__file__).parent
@@ -82,6 +82,8 @@ for _type in (
     "slowar_model **",
     "slowar_session **",
     "slowar_batch **",
+    "slowar_server **",
+    "char *[]",
     "char[]",
     "double *",
     "float[]",

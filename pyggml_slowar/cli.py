@@ -22,6 +22,7 @@ from tqdm import tqdm
 from . import __version__, _native, bench, device
 from .make_model import PRESETS, TYPES, make_model
 from .model import Model
+from .server import DeviceServer
 from .session import Output, Session
 
 _MIB = 2**20
@@ -71,8 +72,19 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
 
     devices = commands.add_parser("devices", help="the devices that ggml found")
+    _add_servers(devices)
     devices.add_argument("--json", action="store_true", help="machine-readable")
     devices.set_defaults(run=_devices)
+
+    serve = commands.add_parser("serve-device", help="lend a device to models of other machines")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this)")
+    serve.add_argument("--port", type=int, default=50052, help="0: any that is free")
+    serve.add_argument("--backend", default="auto", help="of the device lent: cpu, cuda, ...")
+    serve.add_argument("--device", type=_indices, metavar="I", help="which of the backend's")
+    serve.add_argument("--threads", type=_positive, help="CPU threads (default: what pays here)")
+    serve.add_argument("--memory", type=_positive, metavar="MiB", help="at most so much")
+    serve.add_argument("--max-buffer", type=_positive, metavar="MiB", help="of one allocation")
+    serve.set_defaults(run=_serve_device)
 
     make = commands.add_parser("make-model", help="write a random model in the real file layout")
     make.add_argument("out", type=Path, metavar="OUT")
@@ -139,10 +151,23 @@ def _build() -> str:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file")
-    parser.add_argument("--backend", default="auto", help="auto, cpu, cuda, metal, vulkan, ...")
-    parser.add_argument("--device", type=int, default=0, help="which device of the backend")
     parser.add_argument(
-        "--n-gpu-layers", type=int, default=-1, help="layers on the GPU (default: all)"
+        "--backend", default="auto", help="auto, cpu, cuda, metal, vulkan, rpc, ..."
+    )
+    parser.add_argument(
+        "--device", type=_indices, metavar="I,J", help="which of the backend's (default: the first)"
+    )
+    parser.add_argument(
+        "--n-gpu-layers", type=int, default=-1, help="layers on the devices (default: all)"
+    )
+    _add_servers(parser)
+    parser.add_argument(
+        "--place",
+        type=_rule,
+        action="append",
+        default=[],
+        metavar="PATTERN=DEVICE",
+        help="tensors of such names there; several times",
     )
     parser.add_argument(
         "--repack", action="store_true", help="rearrange layer matrices for the CPU"
@@ -152,20 +177,40 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--servers", type=_words, default=(), metavar="HOST:PORT,...", help="device servers"
+    )
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, place = text.rpartition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=DEVICE")
+    return pattern, place
+
+
 def _add_session(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="auto", help="auto, flash, reference or ggml")
     parser.add_argument("--kv-type", default="f16", help="of the cache: f16, bf16, f32 or q8_0")
     parser.add_argument("--logits", default="full", help="full, semantic or none")
 
 
-def _open(options: argparse.Namespace) -> Model:
+def _open(options: argparse.Namespace, *, load: bool = True) -> Model:
     return Model(
         options.model,
         backend=options.backend,
         device=options.device,
         n_gpu_layers=options.n_gpu_layers,
+        servers=options.servers,
+        tensor_placement=dict(options.place),
         mmap=not options.no_mmap,
         repack=options.repack,
+        load=load,
     )
 
 
@@ -179,8 +224,9 @@ def _session(model: Model, options: argparse.Namespace) -> Session:
 
 
 def _info(options: argparse.Namespace) -> None:
-    with _open(options) as model:
+    with _open(options, load=False) as model:
         tensors = model.tensors()
+        placement = model.placement()
         c = model.config
         position = 2 * 2 * c.n_layer * c.n_head_kv * c.head_dim  # K and V, two bytes each
         types: Counter[str] = Counter()
@@ -197,6 +243,7 @@ def _info(options: argparse.Namespace) -> None:
             "weight_bytes_by_place": dict(places),
             "kv_cache_bytes_per_position": position,
             "device": model.device.name,
+            "placement": [asdict(p) for p in placement],
             "n_gpu_layers": model.n_gpu_layers,
             "build": _build(),
             "config": asdict(c),
@@ -208,7 +255,10 @@ def _info(options: argparse.Namespace) -> None:
     print(f"{options.model}: {model.n_params / 1e6:.1f} M parameters, {len(tensors)} tensors")
     print(f"  weights    {model.nbytes / _MIB:.1f} MiB ({_shares(types)}; {_shares(places)})")
     print(f"  KV cache   {position} bytes a position, {at_most:.0f} MiB for {c.n_ctx}")
-    print(f"  device     {_named(model.device)}, {model.n_gpu_layers} GPU layers")
+    print(f"  device     {', '.join(map(_named, model.devices))}, {model.n_gpu_layers} GPU layers")
+    for p in placement:
+        note = f" ({p.note})" if p.note else ""
+        print(f"    {p.what:14} {p.device:10} {p.nbytes / _MIB:10.1f} MiB{note}")
     print(f"  build      {_build()}")
     for key, value in asdict(c).items():
         print(f"  {key:26} {value}")
@@ -223,7 +273,7 @@ def _shares(bytes_of: Counter[str]) -> str:
 
 
 def _devices(options: argparse.Namespace) -> None:
-    found = device.devices()
+    found = device.devices(options.servers)
     if options.json:
         print(json.dumps([asdict(d) for d in found], indent=2))
         return
@@ -232,6 +282,25 @@ def _devices(options: argparse.Namespace) -> None:
         print(f"{_named(d)}: {d.type}, {free:.0f} of {total:.0f} MiB free")
     print(f"default threads: {device.default_threads()}")
     print(_build())
+
+
+def _serve_device(options: argparse.Namespace) -> None:
+    server = DeviceServer(
+        options.host,
+        options.port,
+        backend=options.backend,
+        device=options.device,
+        n_threads=options.threads,
+        memory=options.memory and options.memory * _MIB,
+        max_buffer=options.max_buffer and options.max_buffer * _MIB,
+    )
+    print(f"serving {_named(server.device)} at {server.host}:{server.port}", flush=True)
+    # ggml's server writes lines of its own.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        os._exit(130)  # the thread that serves is inside a call that does not end
 
 
 def _make_model(options: argparse.Namespace) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from . import errors
+from ._arrays import as_int
 from ._native import call, ffi, lib, text
 
 _TYPES = ("cpu", "gpu", "igpu", "other")
@@ -48,12 +50,39 @@ class Device:
         return self.type in ("gpu", "igpu")
 
 
-def devices() -> list[Device]:
-    """All devices of the compiled-in backends, in ggml's order; the CPU is always among them."""
-    return [_device(i) for i in range(lib.slowar_device_count())]
+def devices(servers: Sequence[str] = ()) -> list[Device]:
+    """All devices of the compiled-in backends, in ggml's order; the CPU is always among them.
+
+    Parameters
+    ----------
+    servers
+        ``"host:port"`` of device servers (``slowar serve-device``), whose devices follow.
+
+    Raises
+    ------
+    DeviceError
+        A server does not answer within five seconds.
+    """
+    here = range(lib.slowar_device_count())
+    return [device_at(i) for i in [*here, *_lent(servers)]]
 
 
-def _device(i: int) -> Device:
+def _lent(servers: Sequence[str]) -> list[int]:
+    """Where the devices of servers are."""
+    if isinstance(servers, str):
+        raise TypeError(f"servers is {servers!r}, expected a list of such")
+    found: list[int] = []
+    first, n = ffi.new("int32_t *"), ffi.new("int32_t *")
+    for server in servers:
+        if not isinstance(server, str) or "\0" in server:
+            raise ValueError(f'server {server!r}, expected "host:port"')
+        call(lib.slowar_server_devices, server.encode(), first, n)
+        found += [i for i in range(first[0], first[0] + n[0]) if i not in found]
+    return found
+
+
+def device_at(i: int) -> Device:
+    """Device ``i`` of libslowar, as it is now."""
     d = ffi.new("slowar_device *")
     call(lib.slowar_device_get, i, d)
     return Device(
@@ -67,33 +96,55 @@ def _device(i: int) -> Device:
     )
 
 
-def choose(backend: str, device: int) -> int:
-    """The position in ``devices()`` that a backend flag means.
+def choose(
+    backend: str, device: int | Sequence[int] | None = None, servers: Sequence[str] = ()
+) -> list[int]:
+    """Which of libslowar's devices a backend flag means.
 
-    ``"auto"`` is the first GPU, with its own memory if there is one, else the CPU. Any other name
-    is a backend's, upper or lower case, and ``device`` counts within it.
+    ``"auto"`` is the first GPU, with its own memory if there is one, else the CPU; with ``servers``
+    it is ``"rpc"``: the devices that they lend. Any other name is a backend's, upper or lower case.
+    ``device`` counts within it, one or several; None: the first, of servers all.
 
     Raises
     ------
     DeviceError
-        The backend is not compiled in or has no such device; the message lists what there is.
+        The backend is not compiled in or has no such device; the message lists what there is. Or a
+        server does not answer.
     """
     if not isinstance(backend, str):
         raise TypeError(f"backend is {backend!r}, expected a str")
-    found = devices()
-    if backend.lower() == "auto":
+    name = _ALIASES.get(backend.lower(), backend.lower())
+    lent = _lent(servers)
+    if name == "rpc" or (name == "auto" and lent):
+        if not lent:
+            raise errors.DeviceError("backend 'rpc' needs servers=[\"host:port\", ...]")
+        matching = lent
+    elif lent:
+        raise ValueError(f"backend is {backend!r}, expected 'rpc' with servers")
+    else:
+        found = devices()
         kinds = [d.type for d in found]
         best = next(kind for kind in ("gpu", "igpu", "cpu") if kind in kinds)
-        matching = [i for i, kind in enumerate(kinds) if kind == best]
-    else:
-        name = _ALIASES.get(backend.lower(), backend.lower())
         matching = [
-            i for i, d in enumerate(found) if d.backend.lower() == name and d.type != "other"
+            i
+            for i, d in enumerate(found)
+            if (d.type == best if name == "auto" else d.backend.lower() == name)
+            and d.type != "other"
         ]
-    if not 0 <= device < len(matching):
-        there = ", ".join(f"{d.backend.lower()} {d.index} ({d.description})" for d in found)
-        raise errors.DeviceError(f"backend {backend!r} has no device {device}; there is: {there}")
-    return matching[device]
+    if device is None:
+        wanted = list(range(len(matching))) if lent else [0]
+    else:
+        several = device if isinstance(device, Sequence) else [device]
+        wanted = [as_int("device", i, 0, 2**31 - 1) for i in several]
+    for i in wanted:
+        if i >= len(matching):
+            there = ", ".join(
+                f"{d.backend.lower()} {d.index} ({d.description})" for d in devices(servers)
+            )
+            raise errors.DeviceError(f"backend {backend!r} has no device {i}; there is: {there}")
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise ValueError(f"device is {device!r}, expected devices that differ, at least one")
+    return [matching[i] for i in wanted]
 
 
 def default_threads() -> int:

@@ -16,11 +16,21 @@ from . import errors, saved
 from ._arrays import as_int
 from ._batch import MOST, Batch, eval_batch
 from ._native import Closing, Handle, call, ffi, lib, text
+from .placement import (
+    TABLES,
+    Placed,
+    default_places,
+    fitting_layers,
+    groups,
+    overridden,
+    placed_memory,
+    split_layers,
+)
 from .prefix_cache import PrefixCache
 from .session import MAX_POSITIONS, Session, default_batch, session_params
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -75,6 +85,12 @@ class TensorInfo:
     """Where it begins in the file."""
     where: str
     """``"mapped"`` (in place in the file), ``"host"``, ``"repacked"`` or ``"device"``."""
+    device: str
+    """Name of the device that uses it: ``"CPU"``, ``"CUDA0"``, ..."""
+    layer: int
+    """-1: of none."""
+    note: str
+    """Why it is not on the device that was asked for; empty: it is."""
 
 
 class Bytes(NamedTuple):
@@ -83,10 +99,10 @@ class Bytes(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What ``Model.estimate`` says: bytes beside the CPU and on the device."""
+    """What ``Model.estimate`` says: bytes beside the CPU and on the devices together."""
 
     weights: Bytes
-    """They are there already."""
+    """They are there already, unless the model was opened with ``load=False``."""
     kv: Bytes
     compute: Bytes
 
@@ -104,23 +120,33 @@ class Model(Closing):
         A GGUF file in the public S2 Pro layout. Tensors that the Slow-AR does not use are never
         read.
     backend
-        ``"auto"`` (the first GPU, else the CPU), ``"cpu"``, or the name of a backend compiled in:
-        ``"cuda"``, ``"metal"``, ``"vulkan"``, ... Case does not matter.
+        ``"auto"`` (the first GPU, else the CPU; with ``servers`` those), ``"cpu"``, or the name of
+        a backend compiled in: ``"cuda"``, ``"metal"``, ``"vulkan"``, ..., or ``"rpc"``. Case does
+        not matter.
     device
-        Which device of that backend.
+        Which device of that backend, counted from 0, or several; None: the first, of servers all.
+        Layers are split between several in proportion to their free memory.
     n_gpu_layers
-        How many layers, from the first on, go to the GPU; -1: all. Any layer there puts the
-        whole KV cache there. The embedding tables, the final
-        norm and the head follow when all layers are there and the device can look rows up in them.
-        Ignored on the CPU.
+        How many layers, from the first on, go to the devices; -1: all. When all are there, so are
+        the last norm and the head, and the embedding tables where the device can look rows up in
+        them (never on servers, which are not asked). Ignored on the CPU.
+    servers
+        ``"host:port"`` of device servers (``slowar serve-device``). What is sent there is neither
+        encrypted nor authenticated.
+    tensor_placement
+        ``{pattern: device}``: tensors whose name matches the pattern (as ``fnmatch`` has it, the
+        first that does) go to that device, ``"cpu"`` or the name or position of one of
+        ``devices``. ``"output.weight"`` is the head, also where the file has none.
     mmap
         Use weights beside the CPU in place in the mapped file, where their alignment allows. The
         file must then not be cut short while the model is open. False: read them into memory.
-
     repack
         Rearrange layer matrices beside the CPU for its kernels, for the types that ggml can
         (``TensorInfo.where`` says which): faster evaluations, a slower opening, and a copy in
         memory of what was a mapped file.
+    load
+        False: everything but the weights, to look at ``config``, ``tensors()``, ``placement()`` and
+        ``estimate()``. Sessions cannot be opened.
 
     Raises
     ------
@@ -129,9 +155,9 @@ class Model(Closing):
     ModelFormatError
         It is not a model that can be run; the message names the key or tensor.
     DeviceError
-        The backend is not compiled in or has no such device.
+        The backend is not compiled in or has no such device, or a server does not answer.
     DeviceMemoryError
-        The weights do not fit.
+        The weights do not fit; the message says how many layers would.
 
     Notes
     -----
@@ -144,47 +170,59 @@ class Model(Closing):
         path: str | os.PathLike[str],
         *,
         backend: str = "auto",
-        device: int = 0,
+        device: int | Sequence[int] | None = None,
         n_gpu_layers: int = -1,
+        servers: Sequence[str] = (),
+        tensor_placement: Mapping[str, str | int] | None = None,
         mmap: bool = True,
         repack: bool = False,
+        load: bool = True,
     ) -> None:
         n_gpu_layers = as_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
-        chosen = _device.choose(backend, as_int("device", device, 0, 2**31 - 1))
         self.path = os.fsdecode(path)
         if "\0" in self.path:
             raise ValueError(f"path is {self.path!r}: embedded null character")
-        self.device = _device.devices()[chosen]
-
-        params = ffi.new("slowar_model_params *")
-        params.device = chosen if self.device.is_gpu else -1
-        params.n_gpu_layers = n_gpu_layers
-        params.use_mmap = mmap
-        params.repack = repack
+        chosen = _device.choose(backend, device, servers)
+        self.devices = [_device.device_at(i) for i in chosen]
+        """What the layers are split between, or the CPU."""
+        self.device = self.devices[0]
+        self.is_loaded = load
         self._file_state = saved.state_of(self.path)
-        out = ffi.new("slowar_model **")
-        call(lib.slowar_model_open, out, os.fsencode(self.path), params, path=self.path)
-        self._handle = Handle(out[0], lib.slowar_model_close, "model")
+        way = _Opening(self.path, chosen if self.device.is_gpu else [], mmap, repack)
+        self._way = way
+        self._device_bytes: list[int] = []
+        self.n_gpu_layers = 0
+        """Layers on devices, after clamping."""
+        places: dict[str, int] = {}
+        if way.devices:
+            places = self._places(way, n_gpu_layers, tensor_placement or {})
+        elif tensor_placement:
+            raise ValueError("tensor_placement needs a device beside the CPU")
+        try:
+            self._handle = way.open(places, load=load)
+        except errors.DeviceMemoryError as error:
+            raise (self._suggesting(error) if self.n_gpu_layers > 0 else error) from None
+        pointer = self._handle._pointer
 
         config = ffi.new("slowar_config *")
-        call(lib.slowar_model_config, out[0], config)
+        call(lib.slowar_model_config, pointer, config)
         self.config = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
 
         info = ffi.new("slowar_model_info *")
-        call(lib.slowar_model_get_info, out[0], info)
-        self.n_gpu_layers: int = info.n_gpu_layers
-        """Layers on the GPU, after clamping."""
+        call(lib.slowar_model_get_info, pointer, info)
         self.nbytes: int = (
             info.n_bytes_mapped + info.n_bytes_host + info.n_bytes_repacked + info.n_bytes_device
         )
         """Bytes of weights, wherever they are."""
         self.n_params: int = info.n_params
         self._n_tensors: int = info.n_tensors
-        self._device_bytes: int = info.n_bytes_device
         self._lock = threading.RLock()  # a signal handler may call while it is held
         self._process = os.getpid()
         self._batches: dict[tuple[int, bool, tuple[int, ...]], Batch] = {}
         self._fingerprint: bytes | None = None
+        self._device_bytes = [
+            sum(t.nbytes for t in self.tensors() if t.device == name) for name in self._names
+        ]
         if n_gpu_layers > self.n_gpu_layers:
             why = (
                 f"the model has {self.config.n_layer}"
@@ -194,6 +232,79 @@ class Model(Closing):
             warnings.warn(
                 f"n_gpu_layers={n_gpu_layers} clamped to {self.n_gpu_layers}: {why}", stacklevel=2
             )
+
+    def _places(
+        self, way: _Opening, n_gpu_layers: int, rules: Mapping[str, str | int]
+    ) -> dict[str, int]:
+        """Which of the devices each tensor goes to."""
+        plan = way.look({})
+        n_layer = 1 + max(t.layer for t in plan)
+        self.n_gpu_layers = n_layer if n_gpu_layers < 0 else min(n_gpu_layers, n_layer)
+        free = [d.memory_free for d in self.devices]
+        layers = split_layers(n_layer, self.n_gpu_layers, free)
+        names = [d.name for d in self.devices]
+
+        def placed(*, tables: bool) -> dict[str, int]:
+            places = default_places(layers, tables=tables)
+            places |= {t.name: layers[t.layer] for t in plan if t.layer >= 0}
+            return overridden(places, rules, names)
+
+        # ggml cannot ask a server what it is able to do, and rows of a table are cheap to send.
+        places = placed(tables=self.device.backend != "RPC")
+        if any(t.note for t in way.look(places) if t.name in TABLES):
+            places = placed(tables=False)  # both or none: apart, they cost a look-up on each side
+        return places
+
+    def _suggesting(
+        self, error: errors.DeviceMemoryError, kv: int = 0, compute: int = 0
+    ) -> errors.DeviceMemoryError:
+        """``error`` with the number of layers that would fit.
+
+        Beside a layer's weights are ``kv`` bytes of its cache, and ``compute`` on every device.
+        """
+        layers = [kv] * self.n_gpu_layers
+        for t in self._way.look({}):
+            if 0 <= t.layer < self.n_gpu_layers:
+                layers[t.layer] += t.nbytes
+        free = [_device.device_at(i).memory_free for i in self._way.devices]
+        if self._device_bytes:  # the weights there would make room for fewer
+            free = [f + n for f, n in zip(free, self._device_bytes, strict=True)]
+        n = fitting_layers(layers, free, compute)
+        hint = f"n_gpu_layers={n} would fit" if n > 0 else "not one layer would fit"
+        return errors.DeviceMemoryError(f"{error}; {hint}")
+
+    def _suggesting_for(
+        self, error: errors.DeviceMemoryError, max_seq_len: int, **options: Any
+    ) -> errors.DeviceMemoryError:
+        """The same for a session with a cache of ``max_seq_len`` positions."""
+        if self.n_gpu_layers == 0:
+            return error
+        try:
+            memory = self._estimated(max_seq_len, **options)
+        except errors.SlowARError:
+            return error  # too large for any memory
+        kv = (memory.kv.host + sum(memory.kv.device)) // self.config.n_layer
+        return self._suggesting(error, kv, max(memory.compute.device))
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the devices beside the CPU."""
+        return [d.name for d in self.devices] if self._way.devices else []
+
+    def placement(self, max_seq_len: int | None = None, **options: Any) -> list[Placed]:
+        """Device and bytes of every group of tensors, of a session's cache, and of its compute.
+
+        Parameters
+        ----------
+        max_seq_len
+            Positions of the cache; None: the context that the model was trained for.
+        options
+            ``kv_type``, ``attention``, ``kv_placement``, ``chunk``, as ``estimate`` has them.
+        """
+        length = self.config.n_ctx if max_seq_len is None else max_seq_len
+        memory = self._estimated(length, **options)
+        rows = [(t.name, t.layer, t.device, t.nbytes, t.note) for t in self.tensors()]
+        return groups(rows) + placed_memory(memory, self._names)
 
     def session(
         self,
@@ -205,6 +316,7 @@ class Model(Closing):
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
         own_compute: bool = True,
+        kv_placement: str = "auto",
     ) -> Session:
         """A new session on this model.
 
@@ -232,6 +344,10 @@ class Model(Closing):
         own_compute
             Set compute memory aside with the cache, so that no later evaluation wants more. False
             for a session that is only evaluated in batches, which have their own.
+        kv_placement
+            ``"layers"``: each layer's keys and values beside its weights. ``"gpu"``: all on the
+            first device as soon as a layer is there, so that all attention runs there. ``"auto"``:
+            ``"gpu"`` for the reference, as it is documented, else ``"layers"``.
 
         Raises
         ------
@@ -251,6 +367,7 @@ class Model(Closing):
             logits=logits,
             extra_ids=extra_ids,
             own_compute=own_compute,
+            kv_placement=kv_placement,
         )
 
     # ---- several sessions at once
@@ -402,12 +519,13 @@ class Model(Closing):
         kv_type: str = "f16",
         attention: str = "auto",
         chunk: int | None = None,
+        kv_placement: str = "auto",
     ) -> Estimate:
         """The memory that sessions would take, before it is taken.
 
         Parameters
         ----------
-        max_seq_len, kv_type, attention
+        max_seq_len, kv_type, attention, kv_placement
             As ``session`` has them.
         n_sessions
             How many of them, each with compute memory of its own.
@@ -417,29 +535,48 @@ class Model(Closing):
         Returns
         -------
         Estimate
-            Bytes, beside the CPU and on the device, without those of batches. What a prefill at
+            Bytes, beside the CPU and on the devices, without those of batches. What a prefill at
             once (the reference's way) needs grows with its length: say it as ``chunk``.
         """
-        max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
         n_sessions = as_int("n_sessions", n_sessions, 0, 2**30)
+        memory = self._estimated(
+            max_seq_len,
+            kv_type=kv_type,
+            attention=attention,
+            chunk=chunk,
+            kv_placement=kv_placement,
+        )
+        n_device = sum(self._device_bytes)
+        return Estimate(
+            weights=Bytes(self.nbytes - n_device, n_device),
+            kv=_bytes(memory.kv, n_sessions),
+            compute=_bytes(memory.compute, n_sessions),
+        )
+
+    def _estimated(
+        self,
+        max_seq_len: int,
+        *,
+        kv_type: str = "f16",
+        attention: str = "auto",
+        chunk: int | None = None,
+        kv_placement: str = "auto",
+    ) -> Any:
+        """The ``slowar_session_memory`` of one session."""
+        max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
         size = (
             default_batch(attention) if chunk is None else as_int("chunk", chunk, 1, MAX_POSITIONS)
         )
-        params, _keep = session_params(1, attention, kv_type, (), size)
-        out = ffi.new("slowar_estimate *")
+        params, _keep = session_params(1, attention, kv_type, (), size, kv_placement)
+        out = ffi.new("slowar_session_memory *")
         self._handle.run(lambda p: call(lib.slowar_session_estimate, p, params, max_seq_len, out))
-        return Estimate(
-            weights=Bytes(self.nbytes - self._device_bytes, self._device_bytes),
-            kv=Bytes(n_sessions * out.n_bytes_kv_host, n_sessions * out.n_bytes_kv_device),
-            compute=Bytes(
-                n_sessions * out.n_bytes_compute_host, n_sessions * out.n_bytes_compute_device
-            ),
-        )
+        return out
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor the model uses, in the order of the forward pass."""
+        names = self._names
         return self._handle.run(
-            lambda pointer: [_tensor(pointer, i) for i in range(self._n_tensors)]
+            lambda pointer: [_tensor(pointer, i, names) for i in range(self._n_tensors)]
         )
 
     def close(self) -> None:
@@ -464,8 +601,59 @@ class Model(Closing):
         return f"<Model {self.path!r}: {self.config.n_layer} layers, {state}>"
 
 
-def _tensor(pointer: object, i: int) -> TensorInfo:
+def _bytes(taken: Any, n_sessions: int) -> Bytes:
+    return Bytes(n_sessions * taken.host, n_sessions * sum(taken.device))
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """How a file is opened, wherever its tensors go."""
+
+    path: str
+    devices: list[int]
+    mmap: bool
+    repack: bool
+
+    def open(self, places: Mapping[str, int], *, load: bool) -> Handle:
+        params = ffi.new("slowar_model_params *")
+        names = [ffi.new("char[]", name.encode()) for name in places]
+        keep = (
+            ffi.new("int32_t[]", self.devices),
+            ffi.new("char *[]", names),
+            ffi.new("int32_t[]", list(places.values())),
+        )
+        params.devices, params.names, params.places = keep
+        params.n_devices = len(self.devices)
+        params.n_places = len(names)
+        params.use_mmap = self.mmap
+        params.repack = self.repack
+        params.load = load
+        out = ffi.new("slowar_model **")
+        call(lib.slowar_model_open, out, os.fsencode(self.path), params, path=self.path)
+        return Handle(out[0], lib.slowar_model_close, "model")
+
+    def look(self, places: Mapping[str, int]) -> list[TensorInfo]:
+        """The tensors, where they would be."""
+        handle = self.open(places, load=False)
+        info = ffi.new("slowar_model_info *")
+        call(lib.slowar_model_get_info, handle._pointer, info)
+        names = [""] * len(self.devices)
+        tensors = [_tensor(handle._pointer, i, names) for i in range(info.n_tensors)]
+        handle.close()
+        return tensors
+
+
+def _tensor(pointer: object, i: int, devices: Sequence[str]) -> TensorInfo:
     t = ffi.new("slowar_tensor *")
     call(lib.slowar_model_get_tensor, pointer, i, t)
-    shape = tuple(reversed([int(n) for n in t.ne[0 : t.n_dims]]))
-    return TensorInfo(text(t.name), text(t.type), shape, t.n_bytes, t.offset, _PLACES[t.place])
+    return TensorInfo(
+        name=text(t.name),
+        type=text(t.type),
+        shape=tuple(reversed([int(n) for n in t.ne[0 : t.n_dims]])),
+        nbytes=t.n_bytes,
+        offset=t.offset,
+        where=_PLACES[t.place],
+        device=devices[t.device] if t.device >= 0 else "CPU",
+        layer=t.layer,
+        note=text(t.reason),
+    )

@@ -17,6 +17,7 @@ from ._arrays import Flat, as_frame, as_int, as_prompt, check_tokens
 from ._native import Closing, Handle, call, ffi, lib, text, together
 from ._threads import Threads
 from .device import default_threads
+from .placement import Placed, placed_memory
 
 if TYPE_CHECKING:
     from .model import Model
@@ -27,7 +28,7 @@ T = TypeVar("T")
 Progress = Callable[[int, int], object]
 """Called after each chunk with (positions done, positions in all)."""
 
-_MAX_THREADS = 512  # GGML_MAX_N_THREADS
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_POSITIONS = 2**30 - 1  # positions are int32 and their sums must be too
 
 
@@ -36,6 +37,7 @@ Logits = Literal["full", "semantic", "none"]
 
 LOGITS = {"none": 0, "semantic": 1, "full": 2}
 _ATTENTION = {"auto": 0, "reference": 1, "flash": 2, "ggml": 3}
+_KV_PLACEMENT = {"auto": 0, "layers": 1, "gpu": 2}
 _BATCH = 512  # positions of a prefill chunk of the flash path: bounds the compute memory
 
 
@@ -61,6 +63,20 @@ class Node:
     op: str
     type: str
     shape: tuple[int, int, int, int]
+    device: str
+    """Name of the device that runs it; empty for a view, which nothing runs."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An operation that the CPU does because the device of its layer cannot."""
+
+    op: str
+    """ggml's name: ``"SET_ROWS"``."""
+    layer: int
+    """-1: before the first layer; n_layer: behind the last."""
+    device: str
+    reason: str
 
 
 def prefill_chunk(n_semantic: int, *, n_gpu_layers: int, single_token_semantic: bool) -> int | None:
@@ -99,7 +115,7 @@ class Session(Closing):
         An open model.
     max_seq_len
         Positions the KV cache holds; None: ``init_kv_cache`` later.
-    n_threads, attention, kv_type, logits, extra_ids, own_compute
+    n_threads, attention, kv_type, logits, extra_ids, own_compute, kv_placement
         As ``Model.session`` has them, which also says what is raised.
     """
 
@@ -114,10 +130,11 @@ class Session(Closing):
         logits: Logits = "full",
         extra_ids: Sequence[int] = (),
         own_compute: bool = True,
+        kv_placement: str = "auto",
     ) -> None:
         adapt = n_threads is None
         n_threads = default_threads() if n_threads is None else n_threads
-        n_threads = as_int("n_threads", n_threads, 1, _MAX_THREADS)
+        n_threads = as_int("n_threads", n_threads, 1, MAX_THREADS)
         self._threads = Threads(n_threads, adapt=adapt)
         c = model.config
         extra = [as_int("an extra id", i, 0, c.n_vocab - 1) for i in extra_ids]
@@ -137,11 +154,11 @@ class Session(Closing):
         """Of the cache."""
         self._asked = attention
         self._own_compute = own_compute
+        self._kv_placement = kv_placement
         self._tokens = np.empty((0, 1 + c.n_codebook), np.int32)
 
-        params, _keep = session_params(
-            n_threads, attention, kv_type, extra, default_batch(attention) if own_compute else -1
-        )
+        n_batch = default_batch(attention) if own_compute else -1
+        params, _keep = session_params(n_threads, attention, kv_type, extra, n_batch, kv_placement)
         out = ffi.new("slowar_session **")
         model._handle.run(lambda pointer: call(lib.slowar_session_open, out, pointer, params))
         self._handle = Handle(out[0], lib.slowar_session_close, "session")
@@ -173,7 +190,7 @@ class Session(Closing):
             It does not fit. The session then has no cache, and a smaller one can be made.
         """
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
-        self._change(lib.slowar_init_kv_cache, max_seq_len)
+        self._allocate(lib.slowar_init_kv_cache, max_seq_len)
         self._warn_of_length(max_seq_len)
 
     def reserve(self, max_seq_len: int) -> None:
@@ -192,7 +209,7 @@ class Session(Closing):
             There is no cache.
         """
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
-        self._change(lib.slowar_reserve, max_seq_len)
+        self._allocate(lib.slowar_reserve, max_seq_len)
         self._warn_of_length(max_seq_len)
 
     def clear_kv_cache(self) -> None:
@@ -228,9 +245,10 @@ class Session(Closing):
             logits=_name_of(self._logits),
             extra_ids=self.extra_ids,
             own_compute=self._own_compute,
+            kv_placement=self._kv_placement,
         )
         try:
-            twin._change(lib.slowar_init_kv_cache, self.max_seq_len)
+            twin._allocate(lib.slowar_init_kv_cache, self.max_seq_len)
             twin.copy_prefix(self)
         except BaseException:
             twin.close()
@@ -499,7 +517,13 @@ class Session(Closing):
             nodes = ffi.new("slowar_node[]", count[0])
             call(lib.slowar_graph_nodes, pointer, n_past, n_tokens, nodes, count[0], count)
             return [
-                Node(text(n.name), text(n.op), text(n.type), (n.ne[3], n.ne[2], n.ne[1], n.ne[0]))
+                Node(
+                    name=text(n.name),
+                    op=text(n.op),
+                    type=text(n.type),
+                    shape=(n.ne[3], n.ne[2], n.ne[1], n.ne[0]),
+                    device=text(n.device),
+                )
                 for n in nodes
             ]
 
@@ -556,6 +580,31 @@ class Session(Closing):
     def n_planned(self) -> int:
         """Graphs built for evaluations so far; the other evaluations found theirs ready."""
         return int(self._state.n_planned)
+
+    @property
+    def n_splits(self) -> int:
+        """Parts of a step's graph, each for one device; known once there is a cache."""
+        return int(self._state.n_splits)
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """Operations of a step that run on the CPU although their layer is on a device."""
+
+        def each(pointer: Any) -> list[Fallback]:
+            f = ffi.new("slowar_fallback *")
+            out = []
+            for i in range(self._state.n_fallbacks):
+                call(lib.slowar_session_get_fallback, pointer, i, f)
+                out.append(Fallback(text(f.op), f.layer, text(f.device), text(f.reason)))
+            return out
+
+        return self._locked(each)
+
+    def placement(self) -> list[Placed]:
+        """Device and bytes of the cache and of the compute memory that there are."""
+        memory = ffi.new("slowar_session_memory *")
+        self._locked(lambda pointer: call(lib.slowar_session_get_memory, pointer, memory))
+        return placed_memory(memory, self.model._names)
 
     def _check_cache(self) -> None:
         if self.max_seq_len == 0:
@@ -636,6 +685,19 @@ class Session(Closing):
 
         self._locked(change)
 
+    def _allocate(self, function: Callable[..., int], max_seq_len: int) -> None:
+        """``_change`` that takes memory, and says what would fit where there is too little."""
+        try:
+            self._change(function, max_seq_len)
+        except errors.DeviceMemoryError as error:
+            raise self.model._suggesting_for(
+                error,
+                max_seq_len,
+                kv_type=self.kv_type,
+                attention=self._asked,
+                kv_placement=self._kv_placement,
+            ) from None
+
     def _locked(self, body: Callable[[Any], T]) -> T:
         """``body`` with the C pointer, after a look at where the session is.
 
@@ -672,12 +734,18 @@ _AT_ONCE = _Way()
 
 
 def session_params(
-    n_threads: int, attention: str, kv_type: str, extra_ids: Sequence[int], n_batch: int
+    n_threads: int,
+    attention: str,
+    kv_type: str,
+    extra_ids: Sequence[int],
+    n_batch: int,
+    kv_placement: str,
 ) -> tuple[Any, Any]:
     """``slowar_session_params`` and what must live as long."""
     params = ffi.new("slowar_session_params *")
     params.n_threads = n_threads
     params.attention = one_of("attention", attention, _ATTENTION)
+    params.kv_placement = one_of("kv_placement", kv_placement, _KV_PLACEMENT)
     name = ffi.new("char[]", _c_string("kv_type", kv_type))
     params.kv_type = name
     params.n_batch = n_batch

@@ -527,7 +527,7 @@ def test_a_device_that_the_backend_does_not_have(small: Path) -> None:
         with pytest.raises(ValueError, match="device"):
             slowar.Model(small, backend="cpu", device=number)
     wrong: Any
-    for wrong in (0.0, False, "0", None):
+    for wrong in (0.0, False, "0", [0.0], [False]):
         with pytest.raises(TypeError, match="device"):
             slowar.Model(small, backend="cpu", device=wrong)
 
