@@ -200,7 +200,7 @@ Found = Callable[[list[Device]], None]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Found:
-    return lambda there: monkeypatch.setattr(device, "devices", lambda: there)
+    return lambda there: monkeypatch.setattr(device, "devices", lambda *_: there)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
 )
 def test_choose(found: Found, there: list[Device], backend: str, index: int, position: int) -> None:
     found(there)
-    assert device.choose(backend, index) == position
+    assert device.choose(backend, index) == [position]
+    assert device.choose(backend, [index]) == [position]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,6 @@ def test_choose(found: Found, there: list[Device], backend: str, index: int, pos
         ([CPU], "", 0),
         ([*CUDA, CPU], "auto", 2),
         ([*CUDA, CPU], "cuda", 2),
-        ([*CUDA, CPU], "cuda", -1),
         ([BLAS, CPU], "blas", 0),  # works beside the CPU, holds no model
         ([IGPU, VULKAN, CPU], "igpu", 0),
     ],
@@ -253,6 +253,17 @@ def test_devices_that_are_not_there(
     with pytest.raises(DeviceError, match=f"^{re.escape(message)}$") as caught:
         device.choose(backend, index)
     assert isinstance(caught.value, RuntimeError)
+
+
+def test_several_devices(found: Found) -> None:
+    found([*CUDA, CPU])
+    assert device.choose("cuda", [1, 0]) == [1, 0]
+    assert device.choose("cuda") == [0]
+    for wrong in ([0, 0], []):
+        with pytest.raises(ValueError, match=r"expected devices that differ, at least one"):
+            device.choose("cuda", wrong)
+    with pytest.raises(ValueError, match="device is -1, expected 0 to"):
+        device.choose("cuda", [0, -1])
 
 
 def test_the_cpu_is_among_the_devices() -> None:
