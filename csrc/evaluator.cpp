@@ -18,9 +18,6 @@ static const size_t context_bytes = 10 * 1024 * 1024;
 // The documented size of the reference's graph: room for the nodes of any model that config.cpp lets through.
 static const size_t max_graph_nodes = 32768;
 
-// A cache is looked at in blocks of this many slots where a graph depends on it, so that it serves as many steps.
-static const int32_t kv_block = 256;
-
 //
 // planned_graph
 //
@@ -282,7 +279,7 @@ graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) con
         if (t.attention == attention_path::reference) {
             s.n_past = t.n_past;
         } else if (t.attention == attention_path::flash || w_->first_device() >= 0) {
-            s.n_kv = std::min(GGML_PAD(n_kv, kv_block), t.cache->max_seq_len());
+            s.n_kv = std::min(GGML_PAD(n_kv, kv_block), t.cache->n_slots());
         } else if (s.is_tiled) {
             s.n_kv = n_kv;
         }
@@ -371,13 +368,13 @@ void evaluator::check_devices() const {
     }
 }
 
-// 0 where a position sees a slot, else -inf.
-static std::vector<ggml_fp16_t> mask_of(const task & t, size_t n_kv) {
-    std::vector<ggml_fp16_t> mask(size_t(t.n_tokens) * n_kv, ggml_fp32_to_fp16(-INFINITY));
+// n_kv slots for each position: 0 where it sees one, else -inf.
+static void add_mask(std::vector<ggml_fp16_t> & mask, const task & t, size_t n_kv) {
+    const size_t first = mask.size();
+    mask.resize(first + size_t(t.n_tokens) * n_kv, ggml_fp32_to_fp16(-INFINITY));
     for (int32_t i = 0; i < t.n_tokens; i++) {
-        std::fill_n(mask.begin() + ptrdiff_t(size_t(i) * n_kv), t.n_past + i + 1, ggml_fp32_to_fp16(0.0f));
+        std::fill_n(mask.begin() + ptrdiff_t(first + size_t(i) * n_kv), t.n_past + i + 1, ggml_fp32_to_fp16(0.0f));
     }
-    return mask;
 }
 
 void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) const {
@@ -391,10 +388,11 @@ void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) con
     for (const task & t : tasks) {
         n += size_t(t.n_tokens);
     }
-    std::vector<int32_t> ids(n), positions(n), codes(n * size_t(c.n_codebook), 0), last, last_positions;
-    std::vector<int64_t> slots(n);
-    std::vector<float>   semantic(n), embd_scale(n, 1.0f);
-    size_t               column = 0;
+    std::vector<int32_t>     ids(n), positions(n), codes(n * size_t(c.n_codebook), 0), last, last_positions;
+    std::vector<int64_t>     slots(n);
+    std::vector<float>       semantic(n), embd_scale(n, 1.0f);
+    std::vector<ggml_fp16_t> mask;
+    size_t                   column = 0;
     for (size_t i = 0; i < tasks.size(); i++) {
         for (int32_t t = 0; t < tasks[i].n_tokens; t++, column++) {
             const int32_t * at = tasks[i].tokens + size_t(t) * size_t(c.n_row());
@@ -411,11 +409,12 @@ void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) con
         }
         last.push_back(int32_t(column) - 1);
         last_positions.push_back(positions[column - 1]);
-        if (ggml_tensor * mask = g.in.masks[i]) {
-            set(mask, mask_of(tasks[i], size_t(mask->ne[0])));
+        if (g.in.masks[i]) {
+            add_mask(mask, tasks[i], size_t(g.in.masks[i]->ne[0]));
         }
     }
     set(g.in.tokens, ids);
+    set(g.in.mask, mask);
     set(g.in.codes, codes);
     set(g.in.semantic, semantic);
     set(g.in.positions, positions);

@@ -50,8 +50,17 @@ class builder {
             out.in.last           = input(GGML_TYPE_I32, int64_t(shape.segments.size()), 1, "inp_last");
             out.in.last_positions = input(GGML_TYPE_I32, int64_t(shape.segments.size()), 1, "inp_last_positions");
         }
+        int64_t n_mask = 0;
         for (const segment & s : shape.segments) {
-            out.in.masks.push_back(s.n_kv > 0 ? input(GGML_TYPE_F16, s.n_kv, s.n_tokens, "inp_mask") : nullptr);
+            n_mask += int64_t(s.n_kv) * s.n_tokens;
+        }
+        out.in.mask = n_mask > 0 ? input(GGML_TYPE_F16, n_mask, 1, "inp_mask") : nullptr;
+        n_mask      = 0;
+        for (const segment & s : shape.segments) {
+            const size_t row = size_t(s.n_kv) * sizeof(ggml_fp16_t);
+            out.in.masks.push_back(s.n_kv > 0 ? ggml_view_2d(ctx, out.in.mask, s.n_kv, s.n_tokens, row, size_t(n_mask))
+                                              : nullptr);
+            n_mask += int64_t(row) * s.n_tokens;
         }
     }
 

@@ -67,7 +67,9 @@ struct graph_inputs {
     ggml_tensor * last;        // I32 [n segments]: where each ends; with several of them, one longer than a position
     ggml_tensor * last_positions;  // I32 [n segments], with `last`
 
-    // Of each segment with n_kv > 0, else nullptr: F16 [n_kv, n_tokens], 0 where a position sees a slot, else -inf.
+    // F16, all masks one behind the other, and of each segment with n_kv > 0 its part [n_kv, n_tokens], else nullptr: 0
+    // where a position sees a slot, else -inf. One input: each costs a device a copy of its own.
+    ggml_tensor *              mask;
     std::vector<ggml_tensor *> masks;
 };
 

@@ -3,6 +3,7 @@
 #include "device.h"
 #include "error.h"
 
+#include <algorithm>
 #include <atomic>
 
 namespace slowar {
@@ -14,16 +15,21 @@ static uint64_t next_id() {
 
 kv_cache::kv_cache(const config & c, std::vector<ggml_backend_dev_t> devices, ggml_type type, int32_t max_seq_len,
                    existence how)
-    : id_(next_id()), devices_(std::move(devices)), layers_(devices_.size()) {
+    : id_(next_id()), max_seq_len_(max_seq_len), devices_(std::move(devices)), layers_(devices_.size()) {
     if (double(c.kv_size()) * max_seq_len * c.n_layer > 1e15) {  // sizes beyond this could overflow
         fail(SLOWAR_MEMORY, "a KV cache of %d positions is larger than any memory", max_seq_len);
     }
+    const auto is_cpu = [](ggml_backend_dev_t device) {
+        return device == cpu_device();
+    };
+    const bool    is_host = std::all_of(devices_.begin(), devices_.end(), is_cpu);
+    const int64_t n_slots = is_host ? max_seq_len : GGML_PAD(int64_t(max_seq_len), kv_block);
     for (size_t il = 0; il < layers_.size(); il++) {
         ggml_context_ptr & ctx = contexts_[devices_[il]];
         if (!ctx) {
             ctx.reset(ggml_init({ 2 * layers_.size() * ggml_tensor_overhead(), nullptr, /*no_alloc =*/true }));
         }
-        ggml_tensor * k = ggml_new_tensor_3d(ctx.get(), type, c.head_dim, c.n_head_kv, max_seq_len);
+        ggml_tensor * k = ggml_new_tensor_3d(ctx.get(), type, c.head_dim, c.n_head_kv, n_slots);
         ggml_tensor * v = ggml_dup_tensor(ctx.get(), k);
         layers_[il]     = { ggml_format_name(k, "cache_k-%d", int(il)), ggml_format_name(v, "cache_v-%d", int(il)) };
     }

@@ -219,12 +219,13 @@ slowar_session_state session::state() const {
     out.n_threads            = evaluator_.n_threads();
     out.n_planned            = evaluator_.n_planned();
     if (cache_) {
-        out.max_seq_len     = cache_->max_seq_len();
-        out.attention       = path_ == attention_path::reference ? SLOWAR_ATTENTION_REFERENCE : SLOWAR_ATTENTION_FLASH;
-        out.n_bytes_kv      = cache_->n_bytes();
-        out.n_splits        = evaluator_.n_splits();
-        out.n_fallbacks     = int32_t(evaluator_.fallbacks().size());
-        out.n_bytes_compute = total(evaluator_.memory());
+        out.max_seq_len      = cache_->max_seq_len();
+        out.attention        = path_ == attention_path::reference ? SLOWAR_ATTENTION_REFERENCE : SLOWAR_ATTENTION_FLASH;
+        out.n_bytes_kv       = cache_->n_bytes();
+        out.n_bytes_position = cache_->n_bytes_each();
+        out.n_splits         = evaluator_.n_splits();
+        out.n_fallbacks      = int32_t(evaluator_.fallbacks().size());
+        out.n_bytes_compute  = total(evaluator_.memory());
     }
     return out;
 }

@@ -218,6 +218,7 @@ typedef struct slowar_session_state {
     int32_t          n_fallbacks; /* of slowar_session_get_fallback */
     int64_t          n_planned;   /* graphs built for evaluations so far; the others found theirs ready */
     uint64_t         n_bytes_kv;
+    uint64_t         n_bytes_position; /* of slowar_read_kv */
     uint64_t         n_bytes_compute;
 } slowar_session_state;
 
@@ -245,7 +246,7 @@ slowar_status slowar_reserve(slowar_session * session, int32_t max_seq_len, slow
 slowar_status slowar_copy_prefix(slowar_session * session, const slowar_session * from, int32_t n, slowar_error * err);
 
 /* n positions from `first` on as bytes, layer after layer, each its n keys, then its n values, in the cache's type. n_bytes
- * is n times n_bytes_kv / max_seq_len. What is written, at most from the position on, is the end of what there is then. */
+ * is n times n_bytes_position. What is written, at most from the position on, is the end of what there is then. */
 slowar_status slowar_read_kv(const slowar_session * session, int32_t first, int32_t n, void * out, uint64_t n_bytes,
                              slowar_error * err);
 slowar_status slowar_write_kv(slowar_session * session, int32_t first, int32_t n, const void * from, uint64_t n_bytes,

@@ -637,7 +637,7 @@ class Session(Closing):
 
     def _kv_shape(self, n: int) -> tuple[int, int, int]:
         rows = 2 * self._config.n_layer
-        return rows, n, self.nbytes // self.max_seq_len // rows
+        return rows, n, int(self._state.n_bytes_position) // rows
 
     def _read_kv(self, pointer: Any, n: int) -> npt.NDArray[np.uint8]:
         """(2 * n_layer, n, bytes of a row): each layer's first ``n`` keys, then its values."""
