@@ -85,11 +85,11 @@ int planned_graph::home_of(const ggml_tensor * node) const {
         const ggml_tensor * root = t && t->view_src ? t->view_src : t;
         if (root && root->buffer) {
             const auto device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(root->buffer));
-            for (size_t i = 0; i < backends_.size(); i++) {
-                if (ggml_backend_get_device(backends_[i]) == device) {
-                    return int(i);
-                }
-            }
+            const auto is_its = [device](ggml_backend_t b) {
+                return ggml_backend_get_device(b) == device;
+            };
+            const auto it = std::find_if(backends_.begin(), backends_.end(), is_its);
+            return int(std::min(it, backends_.end() - 1) - backends_.begin());  // a mapped file's buffer has no device
         }
     }
     return -1;
@@ -296,7 +296,21 @@ planned_graph & evaluator::built(const std::vector<task> & tasks, output out) {
 }
 
 void evaluator::reserve(const std::vector<task> & tasks) {
-    built(tasks, output::full).reserve();
+    try {
+        built(tasks, output::full).reserve();
+    } catch (const failure & f) {
+        explain(tasks, output::full);
+        throw;
+    }
+}
+
+// After there was no compute memory: says how much was needed of which device, where that is known.
+void evaluator::explain(const std::vector<task> & tasks, output out) {
+    check_devices();
+    const std::vector<size_t> sizes = built(tasks, out).measure();
+    for (size_t i = 0; i < sizes.size(); i++) {
+        check_memory(ggml_backend_get_device(backends_[i].get()), sizes[i], "computing");
+    }
 }
 
 slowar_bytes evaluator::measure(const std::vector<task> & tasks) {
@@ -318,7 +332,12 @@ void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_thre
         plan.allocate();
     } else if (!plan.is_ready(shape)) {
         plan.build(extra_ids_, n_threads_, shape);
-        plan.allocate();
+        try {
+            plan.allocate();
+        } catch (const failure & f) {
+            explain(tasks, out);
+            throw;
+        }
         n_planned_++;
     }
     const graph & g = plan.get();

@@ -140,6 +140,7 @@ class evaluator {
 
   private:
     slowar_bytes    by_device(const std::vector<size_t> & sizes) const;
+    void            explain(const std::vector<task> & tasks, output out);
     graph_shape     shape_of(const std::vector<task> & tasks, output out) const;
     planned_graph & plan_for(const graph_shape & shape);
     void            set_inputs(const graph & g, const std::vector<task> & tasks) const;

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import psutil
 from tqdm import tqdm
 
-from . import __version__, _native, bench, device
+from . import __version__, bench, device
 from .make_model import PRESETS, TYPES, make_model
 from .model import Model
 from .server import DeviceServer
@@ -127,7 +127,7 @@ class _Version(argparse.Action):
     """Looks at the backends only when it is asked."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        print(f"pyggml-slowar {__version__}, {_build()}")
+        print(f"pyggml-slowar {__version__}, {bench.build()}")
         parser.exit()
 
 
@@ -143,10 +143,6 @@ def _positive(text: str) -> int:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(_positive(word) for word in text.split(","))
-
-
-def _build() -> str:
-    return _native.text(_native.lib.slowar_build_info())
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +241,7 @@ def _info(options: argparse.Namespace) -> None:
             "device": model.device.name,
             "placement": [asdict(p) for p in placement],
             "n_gpu_layers": model.n_gpu_layers,
-            "build": _build(),
+            "build": bench.build(),
             "config": asdict(c),
         }
     if options.json:
@@ -259,7 +255,7 @@ def _info(options: argparse.Namespace) -> None:
     for p in placement:
         note = f" ({p.note})" if p.note else ""
         print(f"    {p.what:14} {p.device:10} {p.nbytes / _MIB:10.1f} MiB{note}")
-    print(f"  build      {_build()}")
+    print(f"  build      {bench.build()}")
     for key, value in asdict(c).items():
         print(f"  {key:26} {value}")
 
@@ -281,7 +277,7 @@ def _devices(options: argparse.Namespace) -> None:
         free, total = d.memory_free / _MIB, d.memory_total / _MIB
         print(f"{_named(d)}: {d.type}, {free:.0f} of {total:.0f} MiB free")
     print(f"default threads: {device.default_threads()}")
-    print(_build())
+    print(bench.build())
 
 
 def _serve_device(options: argparse.Namespace) -> None:
