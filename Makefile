@@ -74,7 +74,7 @@ lib: $(VENV)/.installed
 	$(BIN)/python setup.py -q libslowar --inplace
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info pyggml_slowar/libslowar.* pyggml_slowar/slowar.h pyggml_slowar/licenses
+	rm -rf build dist $(VENV) *.egg-info pyggml_slowar/libslowar* pyggml_slowar/_declarations.py pyggml_slowar/licenses
 
 # Set-up. A stamp says that the install of that name is newer than what describes it; the larger
 # installs contain the smaller ones.
