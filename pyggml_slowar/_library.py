@@ -36,8 +36,8 @@ def find(folder: Path, environment: Mapping[str, str]) -> str:
     if not built:
         if asked:
             raise ImportError(
-                f"SLOWAR_CPU is {asked!r}, but {folder} holds one library and none of an x86-64 "
-                "level: unset it, or install a wheel for x86-64."
+                f"SLOWAR_CPU is {asked!r}, but {folder} holds one library, not one for each "
+                "x86-64 level: unset it."
             )
         return str(folder / f"{_PREFIX}slowar{_SUFFIX}")
     return str(of_level[choose(built, _level_of_this_cpu(folder), asked)])
