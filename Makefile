@@ -8,6 +8,8 @@
 #   make format     ruff and clang-format: rewrites
 #   make sanitize   the boundary and parity tests under AddressSanitizer and UBSan
 #   make dist-check sdist, a wheel from it alone, that wheel in a fresh environment
+#   make wheel      a wheel for any Linux of these last years, one x86-64 level after the other
+#   make test-wheel that wheel in a bare environment and under emulated CPUs   (installs qemu-user)
 #   make lib        compile csrc alone, after a change
 #   make clean      remove all that the others made
 
@@ -19,9 +21,10 @@ BIN    := $(VENV)/bin
 SANITIZE_TESTS := tests -m sanitize --deselect tests/test_state.py::test_random_programs \
 	--deselect tests/test_batch.py::test_two_threads_with_overlapping_groups
 TYPED          := pyggml_slowar setup.py $(wildcard tests benchmarks examples)
-CSRC            = $(wildcard csrc/*.h csrc/*.cpp csrc/reference/*.h csrc/reference/*.cpp)
+CSRC            = $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.c csrc/reference/*.h csrc/reference/*.cpp)
 
 DIST        := build/dist
+WHEEL       := build/wheel
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 # Where setup.py builds.
@@ -29,7 +32,7 @@ TREE = build/$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_pla
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-vulkan bench lint format sanitize dist-check lib clean
+.PHONY: demo test test-vulkan bench lint format sanitize dist-check wheel test-wheel lib clean
 
 demo: lib
 	$(BIN)/python examples/demo.py
@@ -80,11 +83,25 @@ dist-check: $(VENV)/.test
 	$(DIST)/venv/bin/python -m pip install -q --disable-pip-version-check $(DIST)/*-py3-none-*.whl
 	cd $(DIST) && venv/bin/slowar devices
 
+# Not isolated: another release of CMake would compile all of ggml again, three times.
+wheel: $(VENV)/.wheel
+	rm -rf $(WHEEL)
+	SLOWAR_LEVELS="x86-64-v2 x86-64-v3 x86-64-v4" \
+	$(BIN)/python -m build --wheel --no-isolation --skip-dependency-check --outdir $(WHEEL)/raw .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --wheel-dir $(WHEEL) $(WHEEL)/raw/*.whl
+	$(BIN)/auditwheel show $(WHEEL)/*.whl
+	$(BIN)/python -m pytest -q tests/check_wheel.py
+
+test-wheel: wheel
+	@command -v qemu-x86_64 >/dev/null || { test "$$(id -u)" = 0 && apt-get install -y qemu-user; } || \
+	{ echo "make test-wheel: qemu-x86_64 is needed: apt-get install qemu-user, as root" >&2; exit 1; }
+	$(BIN)/python -m pytest -q tests/check_wheel_runs.py
+
 lib: $(VENV)/.installed
 	$(BIN)/python setup.py -q libslowar --inplace
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info pyggml_slowar/libslowar.* pyggml_slowar/slowar.h pyggml_slowar/licenses
+	rm -rf build dist $(VENV) *.egg-info pyggml_slowar/libslowar* pyggml_slowar/_declarations.py pyggml_slowar/licenses
 
 # Set-up. A stamp says that the install of that name is newer than what describes it; the larger
 # installs contain the smaller ones.
@@ -99,6 +116,10 @@ $(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
 $(VENV)/.test: pyproject.toml setup.py | $(BIN)/python
 	$(PIP_INSTALL) -e '.[test]'
 	touch $(VENV)/.installed $@
+
+$(VENV)/.wheel: pyproject.toml setup.py | $(BIN)/python
+	$(PIP_INSTALL) -e '.[test,wheel]'
+	touch $(VENV)/.installed $(VENV)/.test $@
 
 $(VENV)/.bench: pyproject.toml setup.py | $(BIN)/python
 	$(PIP_INSTALL) -e '.[native,bench]'

@@ -1,11 +1,12 @@
-"""Build libslowar with CMake and put it, with its header, into the package.
+"""Build libslowar with CMake and put it, with its declarations for cffi, into the package.
 
 The metadata is in pyproject.toml. What is here is one command, ``libslowar``, that every way of
 building runs: ``pip install .``, ``pip install -e .``, ``python -m build``, ``make lib``.
 
 Environment: ``CMAKE_ARGS`` holds options for CMake (``-DGGML_CUDA=ON``), ``CC``, ``CXX``,
 ``CFLAGS``, ``CXXFLAGS`` and ``CMAKE_BUILD_PARALLEL_LEVEL`` mean what they mean everywhere,
-``SLOWAR_GGML_DIR`` and ``SLOWAR_GGML_SDIST`` are described in cmake/ggml.cmake.
+``SLOWAR_GGML_DIR`` and ``SLOWAR_GGML_SDIST`` are described in cmake/ggml.cmake. ``SLOWAR_LEVELS``
+("x86-64-v2 x86-64-v3") builds a library for each of these levels in place of one for this machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -65,7 +67,7 @@ class FreshBuild(build):
 
 
 class BuildLibslowar(Command):
-    """Configure, compile, and copy the library, its header and ggml's licence."""
+    """Configure, compile, and copy the libraries, the declarations and ggml's licence."""
 
     description = "build libslowar with CMake"
     user_options = [
@@ -87,25 +89,46 @@ class BuildLibslowar(Command):
     def run(self) -> None:
         # Not under build_base: this folder outlives every build, so that the next one is quick.
         tree = ROOT / "build" / sysconfig.get_platform()
-        tree.mkdir(parents=True, exist_ok=True)
-        configure(tree)
-        compile_targets(tree, ["slowar", "slowar_asan"] if self.sanitize else ["slowar"])
-        for source, target in zip(self.products(tree), self.targets(), strict=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            replace_if_changed(source, target)
+        levels = cpu_levels()
+        for level in levels or [""]:
+            (tree / level).mkdir(parents=True, exist_ok=True)
+            options = [f"-DSLOWAR_LEVEL={level}", f"-DSLOWAR_GGML_CACHE={tree}"] if level else []
+            configure(tree / level, options)
+            names = ["slowar", "slowar_cpu"] if level else ["slowar"]
+            compile_targets(tree / level, [*names, *(["slowar_asan"] if self.sanitize else [])])
+        generate_declarations(tree / "_declarations.py")
+
+        products = self.products(tree, levels)
+        folder = self.folder()
+        # Of an earlier build in place: those of one machine and those of levels exclude each other.
+        for old in folder.glob(library_name("slowar*")):
+            if old.name not in products:
+                old.unlink()
+        for name, source in products.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            replace_if_changed(source, folder / name)
 
     @staticmethod
-    def products(tree: Path) -> list[Path]:
-        return [
-            tree / "lib" / library_name(),
-            ROOT / "csrc" / "slowar.h",
-            tree / "licenses" / "ggml.txt",
-        ]
+    def products(tree: Path, levels: list[str]) -> dict[str, Path]:
+        """What the build adds to the package, and where it lies before."""
+        library = library_name()
+        compiled = {
+            library_name(f"slowar.{level}"): tree / level / "lib" / library for level in levels
+        }
+        if levels:
+            name = library_name("slowar_cpu")
+            compiled[name] = tree / levels[0] / "lib" / name
+        else:
+            compiled[library] = tree / "lib" / library
+        return {
+            **compiled,
+            "_declarations.py": tree / "_declarations.py",
+            "licenses/ggml.txt": tree / (levels or [""])[0] / "licenses" / "ggml.txt",
+        }
 
-    def targets(self) -> list[Path]:
+    def folder(self) -> Path:
         in_source = self.inplace or self.editable_mode
-        folder = (ROOT if in_source else Path(self.build_lib or "")) / PACKAGE
-        return [folder / library_name(), folder / "slowar.h", folder / "licenses" / "ggml.txt"]
+        return (ROOT if in_source else Path(self.build_lib or "")) / PACKAGE
 
     # The rest is what setuptools asks of a step of a build.
 
@@ -113,17 +136,40 @@ class BuildLibslowar(Command):
         return []  # MANIFEST.in names them
 
     def get_outputs(self) -> list[str]:
-        return [] if self.editable_mode else [str(path) for path in self.targets()]
+        names = [] if self.editable_mode else self.products(ROOT, cpu_levels())
+        return [str(self.folder() / name) for name in names]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
 
 
-def library_name() -> str:
-    return "libslowar.dylib" if sys.platform == "darwin" else "libslowar.so"
+def library_name(stem: str = "slowar") -> str:
+    if sys.platform == "win32":
+        return f"{stem}.dll"
+    return f"lib{stem}.dylib" if sys.platform == "darwin" else f"lib{stem}.so"
 
 
-def configure(tree: Path) -> None:
+def cpu_levels() -> list[str]:
+    return os.environ.get("SLOWAR_LEVELS", "").split()
+
+
+def generate_declarations(path: Path) -> None:
+    """Have cffi read the header now, so that importing the package parses no C."""
+    try:
+        from cffi import FFI
+    except ImportError:
+        raise ExecError(
+            "cffi was not found: run `pip install cffi`, or build without --no-build-isolation, "
+            "which installs it by itself."
+        ) from None
+    header = (ROOT / "csrc" / "slowar.h").read_text(encoding="utf-8")
+    ffi = FFI()
+    ffi.cdef(header.partition("/* cdef begin */")[2].partition("/* cdef end */")[0])
+    ffi.set_source(f"{PACKAGE}.{path.stem}", None)
+    ffi.emit_python_code(str(path))
+
+
+def configure(tree: Path, options: Sequence[str] = ()) -> None:
     """Run CMake's first step in ``tree``, from scratch only when its inputs changed."""
     inputs = json.dumps({"source": str(ROOT), **{k: os.environ.get(k, "") for k in REMEMBERED}})
     record = tree / "slowar-inputs.json"
@@ -144,6 +190,7 @@ def configure(tree: Path) -> None:
         *([] if known else ["--fresh"]),
         *(["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []),
         f"-DSLOWAR_PYTHON={sys.executable}",
+        *options,
         *shlex.split(os.environ.get("CMAKE_ARGS", "")),
     ]
     if run(command) != 0:

@@ -1,4 +1,4 @@
-"""What a step costs outside its C call, at S2 Pro's vocabulary.
+"""What importing costs, and a step outside its C call, at S2 Pro's vocabulary.
 
 python benchmarks/overhead.py [--rounds N]
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +28,10 @@ from pyggml_slowar.make_model import S2_PRO, make_model
 
 NARROW = replace(S2_PRO, n_embd=32, n_ff=32, n_layer=1, n_head=1, n_head_kv=1, head_dim=32)
 BOUND_MS = 0.3
+IMPORT_BOUND_MS = 100
+
+# Beyond a bare Python: the package alone, and with it all that a model needs.
+IMPORTS = ("import pyggml_slowar", "from pyggml_slowar import Model")
 
 
 class TimedLibrary:
@@ -63,11 +69,27 @@ def measure(path: Path, rounds: int) -> list[float]:
     return seconds
 
 
+def import_ms(rounds: int = 10) -> list[float]:
+    """Median milliseconds of each of IMPORTS beyond a Python that does nothing, in turn."""
+    seconds: dict[str, list[float]] = {code: [] for code in ("", *IMPORTS)}
+    for i in range(1 + rounds):
+        for code, taken in seconds.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            if i > 0:  # the first one reads from disk
+                taken.append(time.perf_counter() - start)
+    bare, *others = (1e3 * statistics.median(taken) for taken in seconds.values())
+    return [ms - bare for ms in others]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2000)
     rounds = parser.parse_args().rounds
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} CPUs")
+    for code, took in zip(IMPORTS, import_ms(), strict=True):
+        print(f"{code}: {took:.0f} ms")
+    print(f"bound of the first: {IMPORT_BOUND_MS} ms")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "narrow.gguf"
         make_model(path, NARROW, "f32")

@@ -6,6 +6,7 @@
 #
 #   SLOWAR_GGML_DIR     another ggml checkout (the folder with ggml's CMakeLists.txt), used as it is
 #   SLOWAR_GGML_SDIST   the archive below, already downloaded: no network needed, hash still checked
+#   SLOWAR_GGML_CACHE   the folder that keeps ggml's source (default: the build folder)
 #   SLOWAR_PYTHON       the Python whose pip does the download
 #
 # Each is a CMake variable or, where that is empty, an environment variable of the same name.
@@ -16,7 +17,7 @@ set(SLOWAR_GGML_SHA256   832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db
 set(SLOWAR_GGML_COMMIT   0c1e57098)    # llama.cpp's, as that archive records it
 set(SLOWAR_GGML_ARCHIVE  llama_cpp_python-${SLOWAR_GGML_RELEASE}.tar.gz)
 
-foreach(name SLOWAR_GGML_DIR SLOWAR_GGML_SDIST SLOWAR_PYTHON)
+foreach(name SLOWAR_GGML_DIR SLOWAR_GGML_SDIST SLOWAR_GGML_CACHE SLOWAR_PYTHON)
     set(${name} "" CACHE PATH "See cmake/ggml.cmake")
     if(NOT ${name})
         set(${name} "$ENV{${name}}")
@@ -119,7 +120,10 @@ if(SLOWAR_GGML_DIR)
     endif()
 else()
     string(SUBSTRING "${SLOWAR_GGML_SHA256}" 0 12 key)
-    set(unpacked "${CMAKE_BINARY_DIR}/ggml-source-${key}")
+    if(NOT SLOWAR_GGML_CACHE)
+        set(SLOWAR_GGML_CACHE "${CMAKE_BINARY_DIR}")
+    endif()
+    set(unpacked "${SLOWAR_GGML_CACHE}/ggml-source-${key}")
     if(NOT EXISTS "${unpacked}")
         if(SLOWAR_GGML_SDIST)
             get_filename_component(archive "${SLOWAR_GGML_SDIST}" ABSOLUTE)
@@ -143,6 +147,8 @@ set(GGML_NATIVE    ON  CACHE BOOL "ggml: optimize the build for the current syst
 set(GGML_LLAMAFILE ON  CACHE BOOL "ggml: use LLAMAFILE")
 set(GGML_OPENMP    OFF CACHE BOOL "ggml: use OpenMP")
 set(GGML_CCACHE    OFF CACHE BOOL "ggml: use ccache if available")
+
+include(level)
 
 set(BUILD_SHARED_LIBS   OFF)
 set(GGML_BUILD_TESTS    OFF)

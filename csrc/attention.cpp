@@ -35,8 +35,13 @@ void store(float * x, floats v) {
     std::memcpy(x, &v, sizeof(v));
 }
 
-floats mix(floats a, floats b, ints lane) {
-    return __builtin_shuffle(a, b, lane);  // lanes 8 .. 15 are b's
+// Lanes 8 .. 15 are b's.
+template <int... lane> floats mix(floats a, floats b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, lane...);
+#else
+    return __builtin_shuffle(a, b, ints{ lane... });
+#endif
 }
 
 // The sums of eight vectors, one in each lane: three rounds that halve what is left to add.
@@ -45,16 +50,15 @@ floats sums(const floats (&v)[lanes]) {
     for (int i = 0; i < 4; i++) {
         const floats a = v[2 * i];
         const floats b = v[2 * i + 1];
-        pairs[i]       = mix(a, b, ints{ 0, 8, 2, 10, 4, 12, 6, 14 }) + mix(a, b, ints{ 1, 9, 3, 11, 5, 13, 7, 15 });
+        pairs[i]       = mix<0, 8, 2, 10, 4, 12, 6, 14>(a, b) + mix<1, 9, 3, 11, 5, 13, 7, 15>(a, b);
     }
     floats fours[2];
     for (int i = 0; i < 2; i++) {
         const floats a = pairs[2 * i];
         const floats b = pairs[2 * i + 1];
-        fours[i]       = mix(a, b, ints{ 0, 1, 8, 9, 4, 5, 12, 13 }) + mix(a, b, ints{ 2, 3, 10, 11, 6, 7, 14, 15 });
+        fours[i]       = mix<0, 1, 8, 9, 4, 5, 12, 13>(a, b) + mix<2, 3, 10, 11, 6, 7, 14, 15>(a, b);
     }
-    return mix(fours[0], fours[1], ints{ 0, 1, 2, 3, 8, 9, 10, 11 }) +
-           mix(fours[0], fours[1], ints{ 4, 5, 6, 7, 12, 13, 14, 15 });
+    return mix<0, 1, 2, 3, 8, 9, 10, 11>(fours[0], fours[1]) + mix<4, 5, 6, 7, 12, 13, 14, 15>(fours[0], fours[1]);
 }
 
 float sum(floats v) {

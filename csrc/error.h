@@ -4,9 +4,17 @@
 #include "platform.h"
 #include "slowar.h"
 
+#include <cstdio>
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
+
+// MinGW brings a printf of its own for C++, which knows %zu as Windows' does not.
+#if defined(__MINGW_PRINTF_FORMAT)
+#    define SLOWAR_PRINTF __MINGW_PRINTF_FORMAT
+#else
+#    define SLOWAR_PRINTF printf
+#endif
 
 namespace slowar {
 
@@ -18,19 +26,13 @@ struct failure : std::runtime_error {
     int           os_errno;
 };
 
-#if defined(__GNUC__)
-__attribute__((format(printf, 2, 3)))
-#endif
-[[noreturn]] void fail(slowar_status status, const char * format, ...);
+[[noreturn, gnu::format(SLOWAR_PRINTF, 2, 3)]] void fail(slowar_status status, const char * format, ...);
 
 // The operating system's refusal, with its errno; ENOMEM is SLOWAR_MEMORY.
 [[noreturn]] void fail_os(int os_errno, const std::string & what);
 
 // printf into a string.
-#if defined(__GNUC__)
-__attribute__((format(printf, 1, 2)))
-#endif
-std::string text(const char * format, ...);
+[[gnu::format(SLOWAR_PRINTF, 1, 2)]] std::string text(const char * format, ...);
 
 // Catches what the current handler holds, writes it to err (if any) and returns its status.
 slowar_status report(slowar_error * err) noexcept;

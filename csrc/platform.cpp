@@ -13,15 +13,20 @@
 #include <thread>
 #include <vector>
 
-#include <fcntl.h>
-#include <pthread.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
+// Windows: platform_windows.cpp.
+#if !defined(_WIN32)
+#    include <fcntl.h>
+#    include <pthread.h>
+#    include <sys/mman.h>
+#    include <sys/stat.h>
+#    include <unistd.h>
+#endif
 
 namespace slowar {
 
-mapped_file::mapped_file(const std::string & path) : path_(path) {
+#if !defined(_WIN32)
+
+mapped_file::mapped_file(const std::string & path) {
     // O_NONBLOCK: a pipe with no writer must be refused, not waited for.
     fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd_ < 0) {
@@ -119,6 +124,8 @@ uint64_t available_memory() {
     return free;
 }
 
+#endif
+
 bool can_allocate(size_t n) {
     void * volatile at = std::malloc(n);  // volatile: a pair that nobody looks at may be left out
     const bool had     = at != nullptr;
@@ -157,13 +164,15 @@ void run_threads(int n, const std::function<void(int)> & body) {
     }
 }
 
-void at_fork(void (*before)(), void (*after)()) {
-    ::pthread_atfork(before, after, after);
-}
-
 std::shared_timed_mutex & calls() {
     static auto * mutex = new std::shared_timed_mutex;  // never destroyed: somebody may hold it until the very end
     return *mutex;
+}
+
+#if !defined(_WIN32)
+
+void at_fork(void (*before)(), void (*after)()) {
+    ::pthread_atfork(before, after, after);
 }
 
 void end_calls_at_exit() {
@@ -178,5 +187,7 @@ void end_calls_at_exit() {
 int64_t process_id() {
     return int64_t(::getpid());
 }
+
+#endif
 
 }  // namespace slowar

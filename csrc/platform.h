@@ -28,10 +28,13 @@ class mapped_file {
     void forget(size_t offset, size_t n) const;
 
   private:
-    std::string path_;
-    int         fd_   = -1;
-    uint8_t *   data_ = nullptr;
-    size_t      size_ = 0;
+#if defined(_WIN32)
+    void * fd_ = nullptr;  // a HANDLE
+#else
+    int fd_ = -1;
+#endif
+    uint8_t * data_ = nullptr;
+    size_t    size_ = 0;
 };
 
 // Bytes this process can still take without swapping or being killed: the least of the system's and its cgroup's; 0 if
@@ -53,7 +56,7 @@ std::shared_timed_mutex & calls();
 // lets no other begin: what a library keeps in statics is destroyed behind it, if it was made before.
 void end_calls_at_exit();
 
-// From now on every fork of this process runs between before() and after(), which both sides call.
+// From now on every fork of this process runs between before() and after(), which both sides call. Windows has no fork.
 void at_fork(void (*before)(), void (*after)());
 
 }  // namespace slowar

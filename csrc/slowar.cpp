@@ -259,7 +259,8 @@ const char * slowar_build_info(void) {
         std::string words = "unknown";
         guard(nullptr, [&] {
             setup();
-            std::string known = text("ggml %s (%s), backends:", ggml_version(), ggml_commit());
+            std::string known =
+                text("ggml %s (%s), CPU code: " SLOWAR_CPU_CODE ", backends:", ggml_version(), ggml_commit());
             for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
                 known += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
             }

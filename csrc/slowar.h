@@ -58,7 +58,8 @@ typedef struct slowar_error {
 /* Increases whenever a signature or a struct of this file changes; the Python side refuses another number. */
 int32_t slowar_abi(void);
 
-/* "ggml 0.25.3 (commit), backends: CPU" - static storage. */
+/* "ggml 0.25.3 (commit), CPU code: x86-64-v3, backends: CPU" - static storage. The code is for an x86-64 level, for the
+ * processor of the build ("native") or for its family ("generic"). */
 const char * slowar_build_info(void);
 
 /* Moves what ggml logged in this thread's calls (at most the last 8 KiB) to `out` and returns its length; 0: nothing.

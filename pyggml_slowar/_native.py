@@ -1,4 +1,6 @@
-"""The way to libslowar: cffi in ABI mode, and the only file that imports it.
+"""The way to libslowar: cffi in ABI mode, and the only file that uses it.
+
+setup.py has cffi read the header and write ``_declarations.py``, so that nothing is parsed here.
 
 ``call`` runs a C function and turns its status into an exception; ``Handle`` owns a C object and
 lets one caller at a time use it. The GIL is released while C runs.
@@ -9,16 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import cffi
-
-from . import errors
+from . import _library, errors
+from ._declarations import ffi as _ffi
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Closing")
@@ -26,8 +26,6 @@ C = TypeVar("C", bound="Closing")
 ABI = 4
 """The ``slowar_abi`` this package was written against."""
 
-_HERE = Path(__file__).parent
-_LIBRARY = "libslowar.dylib" if sys.platform == "darwin" else "libslowar.so"
 _LOG_BYTES = 8192
 
 _log = logging.getLogger("pyggml_slowar")
@@ -47,13 +45,8 @@ _OS = 2
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def _declarations() -> str:
-    header = (_HERE / "slowar.h").read_text(encoding="utf-8")
-    return header.partition("/* cdef begin */")[2].partition("/* cdef end */")[0]
-
-
 def _load() -> Any:
-    path = os.environ.get("SLOWAR_LIBRARY") or str(_HERE / _LIBRARY)
+    path = _library.find(Path(__file__).parent, os.environ)
     try:
         library = ffi.dlopen(path)
     except OSError as error:
@@ -66,16 +59,17 @@ def _load() -> Any:
     return library
 
 
-ffi: Any = cffi.FFI()
-_header = _declarations()
-ffi.cdef(_header)
+ffi: Any = _ffi
 lib = _load()
 
-# cffi looks functions and types up once, under a lock that a child forked meanwhile would find
-# taken for ever: here no other thread is at it yet.
+# cffi looks functions and types up once: here, and not while another thread forks.
 for _name in dir(lib):
     getattr(lib, _name)
-for _struct in re.findall(r"^} (slowar_\w+);", _header, re.MULTILINE):
+for _struct in ffi.list_types()[1]:
+    try:
+        ffi.sizeof(_struct)
+    except ffi.error:
+        continue  # an opaque one
     ffi.typeof(f"{_struct} *")
     ffi.typeof(f"{_struct}[]")
 for _type in (

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(pyggml_slowar.__file__).parent
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = PACKAGE / f"libslowar.{SUFFIX}"
+SCRIPTS = [file for file in PACKAGE.glob("*.py") if file.name != "_declarations.py"]
 
 elf = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbol tables")
 
@@ -50,9 +51,16 @@ TINY_GGML = {
 TINY_CSRC = {
     "slowar.h": """
         #ifdef __cplusplus
-        extern "C"
+        extern "C" {
         #endif
-        __attribute__((visibility("default"))) int slowar_toy(void);
+        #pragma GCC visibility push(default)
+        /* cdef begin */
+        int slowar_toy(void);
+        /* cdef end */
+        #pragma GCC visibility pop
+        #ifdef __cplusplus
+        }
+        #endif
     """,
     "slowar.cpp": """
         #include "slowar.h"
@@ -80,12 +88,13 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "schräge Größe 語"
     shutil.copytree(ROOT / "cmake", folder / "cmake")
     (folder / "pyggml_slowar").mkdir()
-    for file in PACKAGE.glob("*.py"):
+    for file in SCRIPTS:
         shutil.copy(file, folder / "pyggml_slowar")
     for name in ["CMakeLists.txt", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]:
         shutil.copy(ROOT / name, folder)
     shutil.copy(PACKAGE / "py.typed", folder / "pyggml_slowar")
     shutil.copy(ROOT / "setup.py", folder)
+    shutil.copytree(ROOT / "csrc" / "cpu", folder / "csrc" / "cpu")
     write_all(folder / "csrc", TINY_CSRC)
     return folder
 
@@ -137,8 +146,10 @@ def test_the_library_exports_what_the_header_declares_and_nothing_else() -> None
     assert set(exported) == declared
 
 
-def test_the_package_has_the_header_of_csrc() -> None:
-    assert (PACKAGE / "slowar.h").read_bytes() == (ROOT / "csrc" / "slowar.h").read_bytes()
+def test_the_declarations_are_those_of_the_header(tmp_path: Path) -> None:
+    load_setup(ROOT).generate_declarations(tmp_path / "_declarations.py")
+    found = (PACKAGE / "_declarations.py").read_bytes()
+    assert found == (tmp_path / "_declarations.py").read_bytes()
 
 
 @elf
@@ -182,6 +193,14 @@ print(out.logits.tobytes().hex()[:4000])
 # ---- sdist and wheel ----------------------------------------------------------------------------
 
 
+METADATA = ["METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"]
+ADDED = ["py.typed", "_declarations.py", "licenses/ggml.txt"]
+IN_EVERY_WHEEL = {
+    *(f"pyggml_slowar/{name}" for name in [*(file.name for file in SCRIPTS), *ADDED]),
+    *(f"pyggml_slowar.dist-info/{name}" for name in METADATA),
+}
+
+
 def build_tools(folder: Path) -> Path:
     """A PATH with a compiler and what it calls: no git, no patch, no ccache."""
     folder.mkdir()
@@ -216,13 +235,7 @@ def test_sdist_and_wheel(source: Path, tiny_ggml: Path, tmp_path: Path) -> None:
         names = {re.sub(r"-[\d.]+\.dist-info", ".dist-info", name) for name in archive.namelist()}
         licence = archive.read("pyggml_slowar/licenses/ggml.txt").decode()
     assert licence == TINY_GGML["LICENSE"]
-    metadata = ["METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt"]
-    assert names == {
-        *(f"pyggml_slowar/{file.name}" for file in PACKAGE.glob("*.py")),
-        *(f"pyggml_slowar/{name}" for name in ["py.typed", "slowar.h", "licenses/ggml.txt"]),
-        f"pyggml_slowar/libslowar.{SUFFIX}",
-        *(f"pyggml_slowar.dist-info/{name}" for name in [*metadata, "licenses/LICENSE"]),
-    }
+    assert names == {*IN_EVERY_WHEEL, f"pyggml_slowar/libslowar.{SUFFIX}"}
 
     # The library of the wheel works when all that it was built from is gone.
     with zipfile.ZipFile(wheel) as archive:
