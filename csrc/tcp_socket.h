@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace slowar {
@@ -27,9 +28,9 @@ class tcp_socket {
     void receive(void * data, size_t n, int timeout_ms) const;
 
   private:
-    explicit tcp_socket(int fd) : fd_(fd) {}
+    explicit tcp_socket(std::intptr_t fd) : fd_(fd) {}
 
-    int fd_;
+    std::intptr_t fd_;  // Windows' SOCKET is as wide as a pointer
 };
 
 }  // namespace slowar
