@@ -58,7 +58,9 @@ class Past:
 
 def fingerprint(model: Model) -> bytes:
     """SHA-256 of hyper-parameters, tensor table and sampled weights, read from the file."""
-    tensors = model.tensors()
+    # A tied head in another place than the table is a copy: the same bytes.
+    by_offset = {t.offset: t for t in reversed(model.tensors())}
+    tensors = [by_offset[offset] for offset in sorted(by_offset)]
     table = [(t.name, t.type, t.shape) for t in tensors]
     digest = hashlib.sha256(json.dumps([asdict(model.config), table]).encode())
     with Path(model.path).open("rb") as file:
