@@ -145,7 +145,7 @@ def fitting_layers(layers: Sequence[int], free: Sequence[int], reserve: int) -> 
     for n in reversed(range(len(layers))):
         places = split_layers(n, n, free)
         taken = [
-            sum(size for size, at in zip(layers, places, strict=True) if at == i)
+            sum(size for size, at in zip(layers[:n], places, strict=True) if at == i)
             for i in range(len(free))
         ]
         if all(t <= r for t, r in zip(taken, room, strict=True)):
