@@ -93,7 +93,7 @@ wheel: $(VENV)/.wheel
 	$(BIN)/python -m pytest -q tests/check_wheel.py
 
 test-wheel: wheel
-	@command -v qemu-x86_64 >/dev/null || { test "$$(id -u)" = 0 && apt-get install -y qemu-user; } || \
+	@command -v qemu-x86_64 >/dev/null || { test "$$(id -u)" = 0 && apt-get -q update && apt-get -q install -y qemu-user; } || \
 	{ echo "make test-wheel: qemu-x86_64 is needed: apt-get install qemu-user, as root" >&2; exit 1; }
 	$(BIN)/python -m pytest -q tests/check_wheel_runs.py
 
