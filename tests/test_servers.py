@@ -17,16 +17,19 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import assert_clean, make_prompt, run_child, same_bits
+from conftest import SMALL, assert_clean, make_prompt, run_child, same_bits
 
 import pyggml_slowar as slowar
 from pyggml_slowar import Model, Output, Session
+from pyggml_slowar.make_model import make_model
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -229,7 +232,7 @@ def test_the_comparison_tells_another_model(
 def device_changes(session: Session) -> int:
     """Along the graph of a step, views left out."""
     devices = [n.device for n in session.graph(1, 20) if n.device]
-    return sum(a != b for a, b in zip(devices, devices[1:], strict=False))
+    return sum(a != b for a, b in pairwise(devices))
 
 
 @pytest.mark.parametrize("attention", ["flash", "reference"])
@@ -333,12 +336,6 @@ def test_memory_is_taken_and_given_back(tiny_path: Path, start: Callable[..., Se
 
 
 def test_layers_in_proportion_to_free_memory(tmp_path: Path, start: Callable[..., Server]) -> None:
-    from dataclasses import replace
-
-    from conftest import SMALL
-
-    from pyggml_slowar.make_model import make_model
-
     path = tmp_path / "twelve.gguf"
     make_model(path, replace(SMALL, n_layer=12), seed=4)
     servers = [start("--memory", 64), start("--memory", 128)]
@@ -578,12 +575,6 @@ def memory_error(run: Callable[[], object]) -> tuple[str, int]:
 @pytest.fixture(scope="module")
 def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers of 2.3 MiB, each of three matrices and little else."""
-    from dataclasses import replace
-
-    from conftest import SMALL
-
-    from pyggml_slowar.make_model import make_model
-
     path = tmp_path_factory.mktemp("wide") / "wide.gguf"
     make_model(path, replace(SMALL, n_layer=6, n_ff=3072, n_ctx=40000), seed=5)
     return path
@@ -648,12 +639,6 @@ def test_small_buffers(wide_path: Path, endpoints: list[str], start: Callable[..
 
 
 def test_a_tensor_beyond_the_limit(tmp_path: Path, start: Callable[..., Server]) -> None:
-    from dataclasses import replace
-
-    from conftest import SMALL
-
-    from pyggml_slowar.make_model import make_model
-
     path = tmp_path / "one.gguf"
     make_model(path, replace(SMALL, n_ff=6000), "f32", seed=6)  # matrices of 1.5 MiB
     server = start("--max-buffer", 1)
@@ -795,9 +780,13 @@ def test_killed_in_the_middle(
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(slowar.ComputeError, match=re.escape(crowd.lost.endpoint)):
+
+    def until_it_fails() -> None:
         while not killed or time.monotonic() - killed[0] < 2 * NOTICED:
             body()
+
+    with pytest.raises(slowar.ComputeError, match=re.escape(crowd.lost.endpoint)):
+        until_it_fails()
     thread.join()
     assert time.monotonic() - killed[0] < NOTICED
     assert session.n_past == (at if call == "steps" else 20)
@@ -807,20 +796,24 @@ def test_killed_in_the_middle(
 def test_killed_while_loading(
     wide_path: Path, start: Callable[..., Server], other_server: Server
 ) -> None:
-    """At six moments of an opening; whoever comes too late has a model that then fails."""
-    for i in range(6):
+    """At four moments of an opening; whoever comes too late has a model that then fails."""
+
+    def use(endpoints: list[str]) -> None:
+        end = time.monotonic() + 2 * NOTICED
+        with Model(wide_path, servers=endpoints) as model, opened(model) as session:
+            while time.monotonic() < end:
+                session.reset()
+                converse(session)
+
+    for i in range(4):
         server = start()
-        timer = threading.Timer(0.004 * i, server.process.kill)
+        timer = threading.Timer(0.006 * i, server.process.kill)
         timer.start()
         begin = time.monotonic()
         with pytest.raises(
             (slowar.ComputeError, slowar.DeviceError, slowar.DeviceMemoryError)
         ) as failure:
-            with Model(wide_path, servers=[server.endpoint, other_server.endpoint]) as model:
-                with opened(model) as session:
-                    while time.monotonic() - begin < 2 * NOTICED:
-                        session.reset()
-                        converse(session)
+            use([server.endpoint, other_server.endpoint])
         assert time.monotonic() - begin < NOTICED
         assert server.endpoint in str(failure.value), i
         timer.join()
@@ -832,7 +825,7 @@ def test_killed_while_loading(
 
 @contextlib.contextmanager
 def listener(serve: Callable[[socket.socket], None] | None) -> Iterator[str]:
-    """Accepts and does ``serve`` with each connection; None: nothing, not even accepting."""
+    """Does ``serve`` with each connection; None: whoever connects hears nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def accept() -> None:
@@ -895,10 +888,9 @@ def test_a_host_that_is_none() -> None:
     assert "host host.invalid" in message
 
 
-@pytest.mark.parametrize("accepts", [True, False])
-def test_silence(accepts: bool) -> None:
+def test_silence() -> None:
     """Five seconds of it are the limit; 4.5: a clock is not exact."""
-    with listener((lambda c: time.sleep(8)) if accepts else None) as endpoint:
+    with listener(None) as endpoint:
         message, seconds = refused(endpoint)
         assert "silent for 5 s" in message
         assert 4.5 <= seconds < NOTICED
@@ -963,8 +955,10 @@ def test_a_server_that_is_busy(small_path: Path, pair: list[Server]) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", ":", "host", "host:", "host:0", "host:99999", "host:-1", "host:1x", "host: 1", ":1"]
-    + ["[::1]:1", "::1:50052", "host:1:2", "host:٣", "host:100000000000000000001"],
+    [
+        *("", ":", "host", "host:", "host:0", "host:99999", "host:-1", "host:1x", "host: 1", ":1"),
+        *("[::1]:1", "::1:50052", "host:1:2", "host:\u0663", "host:100000000000000000001"),
+    ],
 )
 def test_endpoints_that_are_none(small_path: Path, endpoint: str) -> None:
     with pytest.raises(slowar.DeviceError, match='expected "host:port" with a port of 1 to'):
@@ -1086,7 +1080,7 @@ def test_the_interpreter_ends_with_a_model_open(small_path: Path, endpoints: lis
         "        sys.exit(0)\n"
         "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )
-    child = run_child(code, small_path, *endpoints, timeout=120)
+    child = run_child(code, small_path, endpoints[0], timeout=120)
     assert_clean(child, "0\n" * 20)
 
 
@@ -1107,7 +1101,8 @@ def test_signals_end_a_server(
             converse(session, 1)
         server.process.send_signal(number)
         out, err = server.process.communicate(timeout=10)
-        assert (server.process.returncode, out, err) == (status, "", "")
+        assert (server.process.returncode, out) == (status, "")
+        assert err in ("", "slowar: interrupted\n")  # which it says unless it serves already
         if busy:
             fails_in_time(lambda: session.step(make_prompt(model.config, 1)[:, 0]))
 
