@@ -317,7 +317,9 @@ graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) con
     return shape;
 }
 
+// A lost device is asked nothing: ggml would keep what it does not say, sizes of tensors, for the next server there.
 planned_graph & evaluator::built(const std::vector<task> & tasks, output out) {
+    check_devices();
     const graph_shape shape = shape_of(tasks, out);
     planned_graph &   plan  = plan_for(shape);
     plan.build(extra_ids_, n_threads_, shape);
@@ -343,7 +345,9 @@ void evaluator::explain(const std::vector<task> & tasks, output out) {
 }
 
 slowar_bytes evaluator::measure(const std::vector<task> & tasks) {
-    return by_device(built(tasks, output::full).measure());
+    const slowar_bytes out = by_device(built(tasks, output::full).measure());
+    check_devices();
+    return out;
 }
 
 void evaluator::forget() {
@@ -352,6 +356,7 @@ void evaluator::forget() {
 }
 
 void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_threads, float * hidden, float * logits) {
+    check_devices();
     const graph_shape shape = shape_of(tasks, out);
     planned_graph &   plan  = plan_for(shape);
     if (!trace_names.empty()) {
