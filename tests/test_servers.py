@@ -739,6 +739,28 @@ def test_killed_while_idle(
     crowd.close(start if call == "step" else None)
 
 
+def test_plans_for_a_lost_server(small_path: Path, start: Callable[..., Server]) -> None:
+    """No numbers that nobody gave. A new model waits for the old one to be closed."""
+    server = start()
+    model = Model(small_path, servers=[server.endpoint])
+    plan = Model(small_path, servers=[server.endpoint], load=False)
+    session = opened(model, None)
+    server.kill()
+    for look in (plan.placement, model.placement, lambda: model.estimate(64)):
+        fails_in_time(look)
+    fails_in_time(lambda: session.init_kv_cache(64))
+    assert len(model.tensors()) == len(plan.tensors())  # known here
+    again = start(port=server.port)
+    with pytest.raises(slowar.DeviceError, match=re.escape(server.endpoint)):
+        Model(small_path, servers=[again.endpoint])
+    session.close()
+    model.close()
+    assert plan.placement()  # of the new server
+    with Model(small_path, servers=[again.endpoint]) as new, opened(new) as session:
+        assert converse(session, 1)[0].logits.any()
+    plan.close()
+
+
 @pytest.mark.parametrize("call", ["steps", "prefills", "copies", "saves"])
 def test_killed_in_the_middle(
     small_path: Path,
@@ -1128,3 +1150,17 @@ def test_everybody_may_come_is_a_warning(small_path: Path, start: Callable[..., 
     assert re.fullmatch(
         rf"slowar: warning: anybody who can reach 0\.0\.0\.0:{server.port} can use .*\n", err
     )
+
+
+def test_ipv6(start: Callable[..., Server]) -> None:
+    """Its address has colons, of which ggml makes nothing."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    server = start("--host", "::1")
+    with socket.create_connection(("::1", server.port), timeout=10) as c:
+        c.sendall(struct.pack("<BQ", HELLO, 24) + bytes(24))
+        size, major = struct.unpack("<QB", receive(c, 9))
+        assert (size, major) == (28, 7)
+    assert server.process.poll() is None
