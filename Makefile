@@ -2,6 +2,7 @@
 #
 #   make demo       a small random model, prefill, steps
 #   make test       every test             (PYTEST_ARGS="-k name" to choose)
+#   make test-vulkan tests/test_device.py on a GPU: Mesa's software Vulkan (tools/vulkan.sh)
 #   make bench      the benchmarks, and docs/performance.md from them
 #   make lint       ruff, mypy, clang-format: changes nothing
 #   make format     ruff and clang-format: rewrites
@@ -28,13 +29,22 @@ TREE = build/$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_pla
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test bench lint format sanitize dist-check lib clean
+.PHONY: demo test test-vulkan bench lint format sanitize dist-check lib clean
 
 demo: lib
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test lib
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# ggml takes no Vulkan device that is a CPU unless it is told which.
+test-vulkan: $(VENV)/.test lib
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/vulkan.sh $(TREE)
+	GGML_VK_VISIBLE_DEVICES=0 \
+	MESA_SHADER_CACHE_DIR="$(CURDIR)/build/vulkan/shaders" \
+	SLOWAR_LIBRARY="$(CURDIR)/build/vulkan/lib/libslowar.so" \
+	SLOWAR_TEST_BACKEND=vulkan \
+	$(BIN)/python -m pytest tests/test_device.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.bench lib
 	$(BIN)/python benchmarks/overhead.py
