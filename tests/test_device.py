@@ -37,7 +37,7 @@ CONFIG = replace(SMALL, n_ctx=512, n_layer=3)
 N_LAYER = CONFIG.n_layer
 ATTENTIONS = ["flash", "reference"]
 
-PAST = make_prompt(CONFIG, 63, seed=1)
+PAST = make_prompt(CONFIG, 20, seed=1)
 FRAMES = make_prompt(CONFIG, 12, seed=2).T
 
 # Of n_gpu_layers, None for the CPU, and head_dim.
@@ -190,8 +190,8 @@ def test_traces(opened: Open, attention: str) -> None:
     traces = []
     for n in (None, N_LAYER, 1):
         with opened(n).session(64, attention=attention) as session:
-            session.prefill(PAST[:, :17])
-            traces.append(session.trace(PAST[:, 17:34], names)[1])
+            session.prefill(PAST[:, :10])
+            traces.append(session.trace(PAST[:, 10:], names)[1])
     expected, *found = traces
     for trace in found:
         for name in names:
@@ -234,10 +234,10 @@ def test_logits(opened: Open, n_gpu_layers: int, attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("chunk", [1, 21])
+@pytest.mark.parametrize("chunk", [1, 10])
 def test_chunks(gpu: slowar.Model, chunk: int, attention: str) -> None:
     outs = []
-    for size in (63, chunk):
+    for size in (20, chunk):
         with gpu.session(100, attention=attention) as session:
             session.prefill(PAST, chunk=size)
             outs.append(steps(session))
@@ -247,7 +247,7 @@ def test_chunks(gpu: slowar.Model, chunk: int, attention: str) -> None:
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("n_gpu_layers", [1, N_LAYER])
 def test_batches(opened: Open, n_gpu_layers: int, attention: str) -> None:
-    """Nine prompts of other lengths together, then steps together, then prompts again: each as alone."""
+    """Nine prompts of other lengths together, then steps, then prompts again: each as alone."""
     model = opened(n_gpu_layers)
     prompts = [make_prompt(CONFIG, n, seed=n) for n in range(10, 28, 2)]
     more = [PAST[:, : 9 + i] for i in range(9)]
@@ -279,7 +279,7 @@ def test_pasts(opened: Open, n_gpu_layers: int, attention: str, tmp_path: Path) 
     source.save(tmp_path / "past")
     longer = behind(model, attention=attention)
     steps(longer)
-    longer.rewind(63)
+    longer.rewind(20)
     again = behind(model, FRAMES.T, attention=attention)
     again.reset()
     again.prefill_fast(PAST)
@@ -288,7 +288,7 @@ def test_pasts(opened: Open, n_gpu_layers: int, attention: str, tmp_path: Path) 
     forked = source.fork()
     expected = steps(source)
     for session in (forked, copied, model.load_session(tmp_path / "past"), longer, again, grown):
-        assert session.n_past == 63
+        assert session.n_past == 20
         assert_same_bits(steps(session), expected)
 
 
@@ -312,7 +312,7 @@ def test_prefix_cache(gpu: slowar.Model) -> None:
         session.prefill(PAST, cache=cache)
         session.reset()
         found = session.prefill(longer, cache=cache)
-    assert cache.stats.positions_reused == 63
+    assert cache.stats.positions_reused == 20
     assert error(found, expected) <= BOUND
 
 
