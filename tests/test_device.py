@@ -26,11 +26,14 @@ from pyggml_slowar.make_model import make_model
 
 BACKEND = os.environ.get("SLOWAR_TEST_BACKEND", "")
 
-pytestmark = pytest.mark.skipif(
-    not BACKEND, reason="SLOWAR_TEST_BACKEND names no backend with a GPU (make test-vulkan)"
-)
+if not BACKEND:
+    pytest.skip(
+        "SLOWAR_TEST_BACKEND names no backend with a GPU (make test-vulkan)",
+        allow_module_level=True,
+    )
 
-# A GPU sums in another order than the CPU, and the past is in halves.
+# A GPU sums in another order than the CPU, and the past is in halves: seen 5e-4 on both paths, and
+# 1e-3 with a Q8_0 cache. A device that adds in halves or multiplies in 8 bits would need more.
 BOUND = 2e-3
 
 CONFIG = replace(SMALL, n_ctx=512, n_layer=3)

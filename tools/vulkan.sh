@@ -28,7 +28,7 @@ is_new_enough() { grep -qs LayerSettingEXT "$1/vulkan/vulkan_structs.hpp"; }
 
 fetch_headers() {
     local mirror
-    mirror="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Origin: Debian' | sed -n 1p)"
+    mirror="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Label: Debian' | sed -n 1p)"
     [ -n "$mirror" ] || fail "apt knows no Debian mirror to fetch $headers_deb from; run 'apt-get update', or install a newer libvulkan-dev."
     # apt's own fetcher: it goes the way that apt is set up to go, and checks the hash.
     /usr/lib/apt/apt-helper download-file "$mirror/pool/main/v/vulkan-loader/$headers_deb" \
