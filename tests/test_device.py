@@ -8,6 +8,7 @@ to 8, and for more. So nothing here multiplies by 2 to 8 columns.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -392,3 +393,44 @@ def test_threads(gpu: slowar.Model) -> None:
     assert len(found) == 4
     for outs in found:
         assert_same_bits(outs, expected)
+
+
+# ---- where things run
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("n_gpu_layers", range(N_LAYER + 1))
+def test_every_node_runs_with_its_layer(opened: Open, n_gpu_layers: int, attention: str) -> None:
+    """Nothing falls back to the CPU unannounced, and the graph is cut where the device changes."""
+    model = opened(n_gpu_layers)
+    with behind(model, attention=attention, kv_placement="layers") as session:
+        session.step(FRAMES[0])
+        nodes = [node for node in session.graph(1) if node.device]
+        assert session.fallbacks == []
+        devices = [node.device for node in nodes]
+        changes = sum(a != b for a, b in itertools.pairwise(devices))
+        for node in nodes:
+            name, _, layer = node.name.rpartition("-")
+            if (
+                name in ("attn_norm", "qkv", "attn_out", "ffn_inp", "ffn_out", "l_out")
+                and layer.isdecimal()
+            ):
+                there = model.device.name if int(layer) < n_gpu_layers else "CPU"
+                assert (node.name, node.device) == (node.name, there)
+        session.step(FRAMES[1])
+        assert session.n_splits <= changes + 1
+    assert changes <= (0 if n_gpu_layers == 0 else 1 if n_gpu_layers == N_LAYER else 2)
+
+
+def test_placement(opened: Open) -> None:
+    """Weights, cache and compute of both places, byte for byte."""
+    model = opened(1)
+    placed = model.placement(100)
+    weights = [p for p in placed if p.what not in ("KV cache", "compute")]
+    assert sum(p.nbytes for p in weights) == model.nbytes
+    assert {p.device for p in weights if p.what == "layers 0-0"} == {model.device.name}
+    with behind(model) as session:
+        there = {(p.what, p.device): p.nbytes for p in session.placement()}
+    told = {(p.what, p.device): p.nbytes for p in placed if p.what == "KV cache"}
+    assert {key: n for key, n in there.items() if key[0] == "KV cache"} == told
+    assert len(told) == 2
