@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "error.h"
+#include "ggml-backend-impl.h"
 #include "platform.h"
 
 #include <algorithm>
@@ -155,10 +156,38 @@ void planned_graph::reserve() {
     }
 }
 
+// A buffer of so many bytes that has none.
+static ggml_backend_buffer_t pretend(ggml_backend_buffer_type_t type, size_t n_bytes) {
+    ggml_backend_buffer_i none = {};
+    none.get_base              = [](ggml_backend_buffer_t) -> void * {
+        return reinterpret_cast<void *>(uintptr_t(4096));  // only counted from
+    };
+    return ggml_backend_buffer_init(type, none, nullptr, n_bytes);
+}
+
+// ggml_backend_sched_reserve_size forgets first where nodes were put. So a scheduler plans whose devices only pretend to
+// have memory; the graph is its then and must be built anew.
 std::vector<size_t> planned_graph::measure() {
     check_plan_memory(graph_.nodes);
+    check_scheduler_memory(max_nodes_);
+    std::vector<ggml_backend_buffer_type>   types;
+    std::vector<ggml_backend_buffer_type_t> pointers;
+    types.reserve(backends_.size());
+    for (ggml_backend_t backend : backends_) {
+        types.push_back(*ggml_backend_get_default_buffer_type(backend));
+        types.back().iface.alloc_buffer = pretend;
+        pointers.push_back(&types.back());
+    }
+    ggml_backend_sched_ptr real(ggml_backend_sched_new(backends_.data(), pointers.data(), int(backends_.size()),
+                                                       max_nodes_, /*parallel =*/false, /*op_offload =*/false));
+    std::swap(real, sched_);
+    place();
     std::vector<size_t> sizes(backends_.size());
-    ggml_backend_sched_reserve_size(sched_.get(), graph_.nodes, sizes.data());
+    if (ggml_backend_sched_reserve(sched_.get(), graph_.nodes)) {
+        std::transform(backends_.begin(), backends_.end(), sizes.begin(),
+                       [this](ggml_backend_t backend) { return n_bytes(backend); });
+    }
+    std::swap(real, sched_);
     return sizes;
 }
 
@@ -289,7 +318,9 @@ graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) con
     return shape;
 }
 
+// A lost device is asked nothing: ggml would keep what it does not say, sizes of tensors, for the next server there.
 planned_graph & evaluator::built(const std::vector<task> & tasks, output out) {
+    check_devices();
     const graph_shape shape = shape_of(tasks, out);
     planned_graph &   plan  = plan_for(shape);
     plan.build(extra_ids_, n_threads_, shape);
@@ -315,7 +346,9 @@ void evaluator::explain(const std::vector<task> & tasks, output out) {
 }
 
 slowar_bytes evaluator::measure(const std::vector<task> & tasks) {
-    return by_device(built(tasks, output::full).measure());
+    const slowar_bytes out = by_device(built(tasks, output::full).measure());
+    check_devices();
+    return out;
 }
 
 void evaluator::forget() {
@@ -324,6 +357,7 @@ void evaluator::forget() {
 }
 
 void evaluator::eval(const std::vector<task> & tasks, output out, int32_t n_threads, float * hidden, float * logits) {
+    check_devices();
     const graph_shape shape = shape_of(tasks, out);
     planned_graph &   plan  = plan_for(shape);
     if (!trace_names.empty()) {

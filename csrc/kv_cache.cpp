@@ -39,7 +39,14 @@ kv_cache::kv_cache(const config & c, std::vector<ggml_backend_dev_t> devices, gg
 }
 
 void kv_cache::allocate(ggml_context * ctx, ggml_backend_dev_t device, existence how) {
-    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
+    ggml_backend_buffer_type_t buft  = ggml_backend_dev_buffer_type(device);
+    const ggml_tensor *        layer = ggml_get_first_tensor(ctx);
+    // A device says so of a tensor that is too large for it; ggml would end the process over one that lies there.
+    if (ggml_nbytes(layer) > ggml_backend_buft_get_max_size(buft) || !ggml_backend_dev_supports_op(device, layer)) {
+        fail(SLOWAR_MEMORY,
+             "a KV cache of %d positions needs %.1f MiB for the keys of a layer, more than one buffer of %s",
+             max_seq_len(), double(ggml_nbytes(layer)) / (1 << 20), ggml_backend_dev_name(device));
+    }
     if (how == imagined) {
         // A tensor with a buffer, even an empty one, is not the planner's to place.
         buffers_.emplace_back(ggml_backend_buft_alloc_buffer(buft, 0));

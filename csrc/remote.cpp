@@ -92,10 +92,11 @@ server::~server() {
 }
 
 void server::run() {
-    ggml_backend_dev_t device   = device_->get();
-    const std::string  endpoint = text("%s:%d", host_.c_str(), port_);
+    ggml_backend_dev_t device = device_->get();
+    // The listener is there already; an address that ggml understands is all it wants, which one of IPv6 is not.
+    const std::string endpoint = text("127.0.0.1:%d", port_);
     ggml_backend_rpc_start_server(endpoint.c_str(), nullptr, size_t(n_threads_), 1, &device);
-    fail(SLOWAR_COMPUTE, "the device server ended: %s is not listened at any more", endpoint.c_str());
+    fail(SLOWAR_COMPUTE, "the device server ended: %s:%d is not listened at any more", host_.c_str(), port_);
 }
 
 }  // namespace slowar

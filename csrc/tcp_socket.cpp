@@ -157,7 +157,7 @@ static addresses resolve(const std::string & host, int port, int flags) {
     addrinfo * found  = nullptr;
     const int  status = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
     if (status != 0) {
-        fail(SLOWAR_OS, "host %s: %s", host.c_str(), ::gai_strerror(status));
+        fail_os(EADDRNOTAVAIL, text("host %s: %s", host.c_str(), ::gai_strerror(status)));
     }
     return { found, ::freeaddrinfo };
 }

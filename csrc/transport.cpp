@@ -199,7 +199,8 @@ class client {
 
 struct socket_t::impl {
     std::unique_ptr<client>     asking;
-    std::unique_ptr<tcp_socket> serving;  // or listening
+    std::unique_ptr<tcp_socket> serving;             // or listening
+    bool                        is_greeted = false;  // who connects and says nothing must not keep the others waiting
 };
 
 socket_t::socket_t(std::unique_ptr<impl> p) : pimpl(std::move(p)) {}
@@ -248,7 +249,8 @@ bool socket_t::recv_data(void * data, size_t size) {
         return true;
     }
     try {
-        pimpl->serving->receive(data, size, idle);
+        pimpl->serving->receive(data, size, pimpl->is_greeted ? idle : hello_ms);
+        pimpl->is_greeted = true;
         return true;
     } catch (const std::exception & e) {
         return false;

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 
 from . import errors
-from ._arrays import as_int
 from ._native import call, ffi, lib, text
 
 _TYPES = ("cpu", "gpu", "igpu", "other")
@@ -111,6 +110,8 @@ def choose(
         The backend is not compiled in or has no such device; the message lists what there is. Or a
         server does not answer.
     """
+    from ._arrays import as_int  # numpy comes with it, and a list of devices needs none
+
     if not isinstance(backend, str):
         raise TypeError(f"backend is {backend!r}, expected a str")
     name = _ALIASES.get(backend.lower(), backend.lower())

@@ -165,7 +165,11 @@ class Session(Closing):
         self._state = ffi.new("slowar_session_state *")
         self._refresh(out[0])
         if max_seq_len is not None:
-            self.init_kv_cache(max_seq_len)
+            try:
+                self.init_kv_cache(max_seq_len)
+            except BaseException:  # whoever keeps it would keep the weights, too
+                self.close()
+                raise
 
     # ---- the cache
 

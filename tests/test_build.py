@@ -46,6 +46,7 @@ TINY_GGML = {
     """,
     "include/ggml.h": '#ifdef __cplusplus\nextern "C"\n#endif\nint ggml_toy(void);\n',
     "src/ggml.c": '#include "ggml.h"\nint ggml_toy(void) { return 42; }\n',
+    "src/ggml-rpc/ggml-rpc.cpp": "int rpc_toy() { return 43; }\n",
     "LICENSE": "the licence of the toy ggml\n",
 }
 TINY_CSRC = {
@@ -289,7 +290,7 @@ def test_only_what_changed_is_compiled_again(
         shutil.rmtree(folder)  # as pip's build isolation does
         return sorted(re.findall(r"Building CX?X? object \S*/(\S+)\.o", capfd.readouterr().out))
 
-    assert compiled("first") == ["ggml.c", "slowar.cpp"]
+    assert compiled("first") == ["ggml-rpc.cpp", "ggml.c", "slowar.cpp"]
     assert compiled("second") == []
     (source / "csrc" / "slowar.cpp").write_text(TINY_CSRC["slowar.cpp"] + "// changed\n")
     assert compiled("third") == ["slowar.cpp"]

@@ -332,7 +332,7 @@ with slowar.Model(sys.argv[1], backend="cpu") as model:
         if session.n_past != 3:
             session.rewind(3)
         place += 1
-    print(place > 100, bad)
+    print(place > 60, bad)  # 98 with cffi's functions in C, which are not places
 """
 
 
