@@ -171,9 +171,6 @@ class _Vocabulary:
         self._names = {
             i: token.content for i, token in added.items() if not _SPEAKER.fullmatch(token.content)
         }
-        # A lookahead: names may overlap, and each is to be found where it begins.
-        names = "|".join(re.escape(name) for name in self._names.values())
-        self._control = re.compile(f"(?={names})") if names else None
 
     def id(self, name: str) -> int:
         found = self._tokenizer.token_to_id(name)
@@ -194,10 +191,14 @@ class _Vocabulary:
 
     def user(self, what: str, text: str) -> list[int]:
         """``text`` with every name of a control token cut behind its first character."""
-        cuts = [0]
-        if self._control is not None:
-            cuts += [match.start() + 1 for match in self._control.finditer(text)]
-        parts = zip(cuts, [*cuts[1:], len(text)], strict=True)
+        cuts = {0}
+        for name in self._names.values():
+            if name in text:
+                # A lookahead: occurrences may overlap.
+                found = re.finditer(f"(?={re.escape(name)})", text)
+                cuts.update(match.start() + 1 for match in found)
+        starts = sorted(cuts)
+        parts = zip(starts, [*starts[1:], len(text)], strict=True)
         ids = [i for a, b in parts for i in self.plain(text[a:b])]
         # Where the tokenizer normalises, a name may come about that was not in the text.
         for i in ids:
