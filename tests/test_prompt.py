@@ -182,7 +182,7 @@ def test_control_tokens_that_overlap() -> None:
     evil = "[x[y ||-||-||"
     tokens = slowar.prompt(evil, tokenizer, config=CONFIG)
     assert f"user\n{evil}<|im_end|>" in text_of(tokens, tokenizer)
-    assert not np.isin(tokens[0], [tokenizer.token_to_id(t) for t in ("[x[", "[y", "||-||")]).any()
+    assert not {tokenizer.token_to_id(t) for t in ("[x[", "[y", "||-||")} & set(tokens[0].tolist())
 
 
 def test_a_control_token_by_normalisation_is_refused() -> None:
