@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from .model import Config, Estimate, Model, TensorInfo
     from .placement import Placed
     from .prefix_cache import PrefixCache, PrefixStats
+    from .prompts import prompt
     from .runner import BatchRunner, Result, RunnerStats
+    from .sampler import Sampler
     from .server import DeviceServer
     from .session import Fallback, Logits, Node, Output, Session, prefill_chunk
 
@@ -61,6 +63,7 @@ __all__ = [
     "QueueFullError",
     "Result",
     "RunnerStats",
+    "Sampler",
     "Session",
     "SessionStateError",
     "SlowARError",
@@ -68,6 +71,7 @@ __all__ = [
     "default_threads",
     "devices",
     "prefill_chunk",
+    "prompt",
 ]
 
 # The file of each name that is not there yet.
@@ -78,7 +82,9 @@ _HOMES = {
         "model": ("Config", "Estimate", "Model", "TensorInfo"),
         "placement": ("Placed",),
         "prefix_cache": ("PrefixCache", "PrefixStats"),
+        "prompts": ("prompt",),
         "runner": ("BatchRunner", "Result", "RunnerStats"),
+        "sampler": ("Sampler",),
         "server": ("DeviceServer",),
         "session": ("Fallback", "Logits", "Node", "Output", "Session", "prefill_chunk"),
     }.items()

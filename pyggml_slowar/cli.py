@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument(
         "--type", choices=TYPES, default="q8_0", help="of the matrices (default: q8_0)"
     )
+    make.add_argument(
+        "--fast-type", choices=TYPES, help="of the Fast-AR's matrices (default: as --type)"
+    )
     make.add_argument("--seed", type=int, default=0)
     make.set_defaults(run=_make_model)
 
@@ -307,7 +310,12 @@ def _make_model(options: argparse.Namespace) -> None:
             bar.update(done - bar.n)
 
         make_model(
-            options.out, PRESETS[options.preset], options.type, seed=options.seed, progress=progress
+            options.out,
+            PRESETS[options.preset],
+            options.type,
+            fast_type=options.fast_type,
+            seed=options.seed,
+            progress=progress,
         )
     print(f"{options.out}: {options.out.stat().st_size / _MIB:.1f} MiB")
 
