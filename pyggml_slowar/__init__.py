@@ -30,6 +30,8 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .device import Device, default_threads, devices
+    from .fast_ar import FastAR, FastConfig
+    from .generation import Frame, Generation, Timings, generate, generate_batch, stream
     from .model import Config, Estimate, Model, TensorInfo
     from .placement import Placed
     from .prefix_cache import PrefixCache, PrefixStats
@@ -52,6 +54,10 @@ __all__ = [
     "DeviceServer",
     "Estimate",
     "Fallback",
+    "FastAR",
+    "FastConfig",
+    "Frame",
+    "Generation",
     "Logits",
     "Model",
     "ModelFormatError",
@@ -68,10 +74,14 @@ __all__ = [
     "SessionStateError",
     "SlowARError",
     "TensorInfo",
+    "Timings",
     "default_threads",
     "devices",
+    "generate",
+    "generate_batch",
     "prefill_chunk",
     "prompt",
+    "stream",
 ]
 
 # The file of each name that is not there yet.
@@ -79,6 +89,15 @@ _HOMES = {
     name: home
     for home, names in {
         "device": ("Device", "default_threads", "devices"),
+        "fast_ar": ("FastAR", "FastConfig"),
+        "generation": (
+            "Frame",
+            "Generation",
+            "Timings",
+            "generate",
+            "generate_batch",
+            "stream",
+        ),
         "model": ("Config", "Estimate", "Model", "TensorInfo"),
         "placement": ("Placed",),
         "prefix_cache": ("PrefixCache", "PrefixStats"),
