@@ -43,7 +43,7 @@ static int32_t head_dim(const gguf_file & file, const slowar_config & c) {
     return int32_t(length);
 }
 
-config read_config(const gguf_file & file) {
+static config read_slow_config(const gguf_file & file) {
     const std::string architecture = file.get_str("general.architecture");
     if (architecture != "fish-speech") {
         fail(SLOWAR_FORMAT, "key general.architecture is \"%s\", expected \"fish-speech\"", architecture.c_str());
@@ -80,6 +80,44 @@ config read_config(const gguf_file & file) {
     }
     c.head_dim = head_dim(file, c);
     return c;
+}
+
+static config read_fast_config(const gguf_file & file) {
+    const config slow = read_slow_config(file);
+    config       c    = {};
+
+    c.part              = SLOWAR_PART_FAST;
+    c.n_ctx             = number(file, "fish_speech.fast_context_length", 2, max_int32);
+    c.n_embd            = number(file, "fish_speech.fast_embedding_length", 1, max_int32);
+    c.n_ff              = number(file, "fish_speech.fast_feed_forward_length", 1, max_int32);
+    c.n_layer           = number(file, "fish_speech.fast_block_count", 1, max_layers);
+    c.n_head            = number(file, "fish_speech.fast_head_count", 1, 65536);
+    c.n_head_kv         = number(file, "fish_speech.fast_head_count_kv", 1, c.n_head);
+    c.head_dim          = number(file, "fish_speech.fast_head_dim", 2, 65536);
+    c.rope_freq_base    = real(file, "fish_speech.fast_rope_freq_base");
+    c.norm_rms_eps      = real(file, "fish_speech.fast_layer_norm_rms_eps");
+    c.attention_qk_norm = file.get_bool("fish_speech.fast_attention_qk_norm");
+    c.project_in        = file.get_bool("fish_speech.fast_project_in");
+    c.n_hidden          = slow.n_embd;
+    c.n_vocab           = slow.codebook_size;
+    c.codebook_size     = slow.codebook_size;
+    c.semantic_end_id   = -1;  // no id is
+
+    if (c.n_head % c.n_head_kv != 0 || c.head_dim % 2 != 0) {
+        fail(SLOWAR_FORMAT,
+             "keys fish_speech.fast_head_count %d, fast_head_count_kv %d and fast_head_dim %d, expected a multiple of "
+             "the second, and an even head size",
+             c.n_head, c.n_head_kv, c.head_dim);
+    }
+    if (!c.project_in && c.n_hidden != c.n_embd) {
+        fail(SLOWAR_FORMAT, "key fish_speech.fast_project_in is false, yet the widths are %d and %d", c.n_hidden,
+             c.n_embd);
+    }
+    return c;
+}
+
+config read_config(const gguf_file & file, slowar_part part) {
+    return part == SLOWAR_PART_FAST ? read_fast_config(file) : read_slow_config(file);
 }
 
 }  // namespace slowar

@@ -15,9 +15,11 @@ struct config : slowar_config {
 
     int32_t n_semantic() const { return semantic_end_id - semantic_begin_id + 1; }
 
+    bool is_fast() const { return part == SLOWAR_PART_FAST; }
+
     bool is_semantic(int32_t id) const { return semantic_begin_id <= id && id <= semantic_end_id; }
 };
 
-config read_config(const gguf_file & file);
+config read_config(const gguf_file & file, slowar_part part);
 
 }  // namespace slowar

@@ -293,7 +293,8 @@ planned_graph & evaluator::plan_for(const graph_shape & shape) {
 
 graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) const {
     graph_shape shape;
-    shape.out = out;
+    shape.out        = out;
+    shape.has_hidden = tasks[0].hidden != nullptr;
     for (const task & t : tasks) {
         segment s;
         s.cache     = t.cache;
@@ -430,28 +431,46 @@ static void add_mask(std::vector<ggml_fp16_t> & mask, const task & t, size_t n_k
     }
 }
 
-void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) const {
-    const auto set = [](ggml_tensor * t, const auto & values) {
-        if (t && t->buffer) {  // an input that no node reads has no memory
-            ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
-        }
-    };
-    const config & c = w_->hyper;
-    size_t         n = 0;
-    for (const task & t : tasks) {
-        n += size_t(t.n_tokens);
+template <typename value_t> static void set(ggml_tensor * t, const std::vector<value_t> & values) {
+    if (t && t->buffer) {  // an input that no node reads has no memory
+        ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
     }
-    std::vector<int32_t>     ids(n), positions(n), codes(n * size_t(c.n_codebook), 0), last, last_positions;
-    std::vector<int64_t>     slots(n);
-    std::vector<float>       semantic(n), embd_scale(n, 1.0f);
+}
+
+void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) const {
+    std::vector<int32_t>     positions, last, last_positions;
     std::vector<ggml_fp16_t> mask;
-    size_t                   column = 0;
     for (size_t i = 0; i < tasks.size(); i++) {
-        for (int32_t t = 0; t < tasks[i].n_tokens; t++, column++) {
-            const int32_t * at = tasks[i].tokens + size_t(t) * size_t(c.n_row());
+        for (int32_t t = 0; t < tasks[i].n_tokens; t++) {
+            positions.push_back(tasks[i].n_past + t);
+        }
+        last.push_back(int32_t(positions.size()) - 1);
+        last_positions.push_back(positions.back());
+        if (g.in.masks[i]) {
+            add_mask(mask, tasks[i], size_t(g.in.masks[i]->ne[0]));
+        }
+    }
+    set(g.in.positions, positions);
+    set(g.in.slots, std::vector<int64_t>(positions.begin(), positions.end()));
+    set(g.in.last, last);
+    set(g.in.last_positions, last_positions);
+    set(g.in.mask, mask);
+    if (w_->hyper.is_fast()) {
+        set_codes(g, tasks);
+    } else {
+        set_tokens(g, tasks, positions.size());
+    }
+}
+
+void evaluator::set_tokens(const graph & g, const std::vector<task> & tasks, size_t n) const {
+    const config &       c = w_->hyper;
+    std::vector<int32_t> ids(n), codes(n * size_t(c.n_codebook), 0);
+    std::vector<float>   semantic(n), embd_scale(n, 1.0f);
+    size_t               column = 0;
+    for (const task & one : tasks) {
+        for (int32_t t = 0; t < one.n_tokens; t++, column++) {
+            const int32_t * at = one.tokens + size_t(t) * size_t(c.n_row());
             ids[column]        = at[0];
-            positions[column]  = tasks[i].n_past + t;
-            slots[column]      = positions[column];
             semantic[column]   = c.is_semantic(at[0]) ? 1.0f : 0.0f;
             if (c.is_semantic(at[0])) {
                 embd_scale[column] = 1.0f / std::sqrt(float(c.n_row()));
@@ -460,21 +479,30 @@ void evaluator::set_inputs(const graph & g, const std::vector<task> & tasks) con
                 }
             }
         }
-        last.push_back(int32_t(column) - 1);
-        last_positions.push_back(positions[column - 1]);
-        if (g.in.masks[i]) {
-            add_mask(mask, tasks[i], size_t(g.in.masks[i]->ne[0]));
-        }
     }
     set(g.in.tokens, ids);
-    set(g.in.mask, mask);
     set(g.in.codes, codes);
     set(g.in.semantic, semantic);
-    set(g.in.positions, positions);
-    set(g.in.slots, slots);
     set(g.in.embd_scale, embd_scale);
-    set(g.in.last, last);
-    set(g.in.last_positions, last_positions);
+}
+
+void evaluator::set_codes(const graph & g, const std::vector<task> & tasks) const {
+    std::vector<int32_t> codes, order;
+    std::vector<float>   hidden;
+    for (const task & t : tasks) {
+        const int32_t n_hidden = t.hidden ? 1 : 0;
+        if (t.hidden) {
+            order.push_back(int32_t(hidden.size()) / w_->hyper.n_hidden);
+            hidden.insert(hidden.end(), t.hidden, t.hidden + w_->hyper.n_hidden);
+        }
+        for (int32_t i = 0; i < t.n_tokens - n_hidden; i++) {
+            order.push_back(int32_t(tasks.size() + codes.size()));  // behind all hidden vectors
+            codes.push_back(t.tokens[i]);
+        }
+    }
+    set(g.in.tokens, codes);
+    set(g.in.hidden, hidden);
+    set(g.in.order, order);
 }
 
 // An output keeps its memory until the graph is done; so must what a view looks at.

@@ -25,6 +25,7 @@ struct task {
     int32_t          n_past;
     int32_t          n_tokens;
     const int32_t *  tokens;  // [n_tokens][1 + n_codebook], already checked; not looked at by a plan
+    const float *    hidden = nullptr;  // Fast-AR: [n_hidden], in place of the first token, which is not in `tokens`
 };
 
 // An operation that a device does not have and the CPU does instead.
@@ -144,6 +145,8 @@ class evaluator {
     graph_shape     shape_of(const std::vector<task> & tasks, output out) const;
     planned_graph & plan_for(const graph_shape & shape);
     void            set_inputs(const graph & g, const std::vector<task> & tasks) const;
+    void            set_tokens(const graph & g, const std::vector<task> & tasks, size_t n) const;
+    void            set_codes(const graph & g, const std::vector<task> & tasks) const;
     ggml_status     compute(planned_graph & plan) const;
     void            check_devices() const;
     void            mark_traces(const graph & g) const;

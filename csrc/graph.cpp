@@ -19,7 +19,7 @@ class builder {
 
     graph forward() {
         inputs();
-        ggml_tensor * x = embed();
+        ggml_tensor * x = c.is_fast() ? embed_fast() : embed();
         for (int il = 0; il < c.n_layer; il++) {
             begin_after(x);
             x = block(x, il);
@@ -40,9 +40,16 @@ class builder {
     bool only_last(int il) const { return il == c.n_layer - 1 && !is_reference(); }
 
     void inputs() {
-        out.in.tokens     = input(GGML_TYPE_I32, n_tokens, 1, "inp_tokens");
-        out.in.codes      = input(GGML_TYPE_I32, n_tokens, c.n_codebook, "inp_codes");
-        out.in.semantic   = input(GGML_TYPE_F32, 1, n_tokens, "inp_semantic");
+        if (c.is_fast()) {
+            const int64_t n_hidden = shape.has_hidden ? int64_t(shape.segments.size()) : 0;
+            out.in.tokens          = input(GGML_TYPE_I32, n_tokens - n_hidden, 1, "inp_tokens");
+            out.in.hidden          = n_hidden > 0 ? input(GGML_TYPE_F32, c.n_hidden, n_hidden, "inp_hidden") : nullptr;
+            out.in.order           = n_hidden > 1 ? input(GGML_TYPE_I32, n_tokens, 1, "inp_order") : nullptr;
+        } else {
+            out.in.tokens   = input(GGML_TYPE_I32, n_tokens, 1, "inp_tokens");
+            out.in.codes    = input(GGML_TYPE_I32, n_tokens, c.n_codebook, "inp_codes");
+            out.in.semantic = input(GGML_TYPE_F32, 1, n_tokens, "inp_semantic");
+        }
         out.in.positions  = input(GGML_TYPE_I32, n_tokens, 1, "inp_positions");
         out.in.embd_scale = c.scale_codebook_embeddings ? input(GGML_TYPE_F32, 1, n_tokens, "inp_embd_scale") : nullptr;
         out.in.slots      = is_reference() ? nullptr : input(GGML_TYPE_I64, n_tokens, 1, "inp_slots");
@@ -80,6 +87,18 @@ class builder {
         x = ggml_add(ctx, x, ggml_mul(ctx, sum, out.in.semantic));
         if (out.in.embd_scale) {
             x = ggml_mul(ctx, x, out.in.embd_scale);
+        }
+        return named(x, "embd");
+    }
+
+    // x = project_in * hidden + bias at a frame's first position, then embeddings[code]
+    ggml_tensor * embed_fast() {
+        ggml_tensor * x = ggml_get_rows(ctx, w.embeddings, out.in.tokens);  // [n_embd, n codes]
+        if (shape.has_hidden) {
+            ggml_tensor * h = w.project_in ? ggml_mul_mat(ctx, w.project_in, out.in.hidden) : out.in.hidden;
+            h               = w.project_in_bias ? ggml_add(ctx, h, w.project_in_bias) : h;
+            x               = ggml_concat(ctx, h, x, 1);  // [n_embd, n_tokens], the hidden vectors first
+            x               = out.in.order ? ggml_get_rows(ctx, x, out.in.order) : x;
         }
         return named(x, "embd");
     }

@@ -37,7 +37,8 @@ struct segment {
 // All that a graph's nodes depend on: equal shapes, equal graphs. Segments lie side by side, one behind the other; they
 // are all of the reference's kind or none is.
 struct graph_shape {
-    output               out = output::full;
+    output               out        = output::full;
+    bool                 has_hidden = false;  // Fast-AR: every segment begins with a hidden vector in place of a code
     std::vector<segment> segments;
 
     int n_tokens() const {
@@ -52,13 +53,17 @@ struct graph_shape {
 
     bool all_single() const { return n_tokens() == int(segments.size()); }
 
-    bool operator==(const graph_shape & o) const { return out == o.out && segments == o.segments; }
+    bool operator==(const graph_shape & o) const {
+        return out == o.out && has_hidden == o.has_hidden && segments == o.segments;
+    }
 };
 
 // Created empty; their values are set once the scheduler has given them memory. Those that a shape has no use for are
 // nullptr.
 struct graph_inputs {
-    ggml_tensor * tokens;      // I32 [n_tokens]
+    ggml_tensor * tokens;      // I32 [n_tokens], without those that are hidden vectors
+    ggml_tensor * hidden;      // F32 [n_hidden, n segments], with hidden vectors only
+    ggml_tensor * order;       // I32 [n_tokens], with those of several segments: all of them, then the tokens, put in order
     ggml_tensor * codes;       // I32 [n_tokens, n_codebook]: rows of the codebook table
     ggml_tensor * semantic;    // F32 [1, n_tokens]: 1 where the token id is semantic, else 0
     ggml_tensor * embd_scale;  // F32 [1, n_tokens], with scaled codebook embeddings only

@@ -49,7 +49,7 @@ struct slowar_server {
 namespace {
 
 // The version of slowar.h.
-constexpr int32_t abi = 4;
+constexpr int32_t abi = 5;
 
 // ggml's own limit (GGML_MAX_N_THREADS).
 constexpr int32_t max_threads = 512;
@@ -182,7 +182,8 @@ void check_params(const config & c, const slowar_session_params & p) {
 }
 
 // What the sessions of a batch evaluate, once nothing speaks against it.
-std::vector<task> tasks_of(const evaluator & e, const slowar_batch_item * items, int32_t n_items, bool needs_ids) {
+std::vector<task> tasks_of(const evaluator & e, const slowar_batch_item * items, int32_t n_items, bool needs_ids,
+                           const float * hidden = nullptr) {
     std::vector<task> tasks;
     for (int32_t i = 0; i < n_items; i++) {
         const slowar_batch_item & item  = items[i];
@@ -201,7 +202,8 @@ std::vector<task> tasks_of(const evaluator & e, const slowar_batch_item * items,
             }
         }
         check_tokens(s.hyper(), item.tokens, item.n_tokens, whose.c_str());
-        tasks.push_back(s.task_for(item.tokens, item.n_tokens, whose.c_str()));
+        tasks.push_back(s.task_for(item.tokens, item.n_tokens + (hidden ? 1 : 0), whose.c_str()));
+        tasks.back().hidden = hidden ? hidden + size_t(i) * size_t(e.model().hyper.n_hidden) : nullptr;
         if ((tasks[0].attention == attention_path::reference) !=
             (tasks.back().attention == attention_path::reference)) {
             fail(SLOWAR_ARGUMENT, "%sone of its and item 0's session uses the reference, the other does not",
@@ -234,6 +236,21 @@ std::vector<ggml_backend_dev_t> devices_of(const slowar_model_params & p) {
         }
     }
     return devices;
+}
+
+void check_items(const slowar_batch & b, const slowar_batch_item * items, int32_t n_items, int32_t n_threads) {
+    need(items, "items");
+    if (n_items < 1 || n_items > max_items) {
+        fail(SLOWAR_ARGUMENT, "%d items, expected 1 to %d", n_items, max_items);
+    }
+    check_threads(n_threads, b.e.n_threads());
+}
+
+// A Fast-AR has an evaluation of its own.
+void check_part(const config & c) {
+    if (c.is_fast()) {
+        fail(SLOWAR_ARGUMENT, "the model is a Fast-AR, expected a Slow-AR");
+    }
 }
 
 output output_for(slowar_logits which, const float * hidden, const float * logits) {
@@ -310,6 +327,10 @@ slowar_status slowar_model_open(slowar_model ** out, const char * path, const sl
         need(out, "out");
         need(path, "path");
         need(params, "params");
+        if (params->part != SLOWAR_PART_SLOW && params->part != SLOWAR_PART_FAST) {
+            fail(SLOWAR_ARGUMENT, "part is %d, expected %d or %d", int(params->part), int(SLOWAR_PART_SLOW),
+                 int(SLOWAR_PART_FAST));
+        }
         auto model = std::make_unique<slowar_model>();
         model->w   = std::make_shared<const weights>(path, devices_of(*params), *params);
         *out       = model.release();
@@ -450,6 +471,7 @@ slowar_status slowar_eval_cached(slowar_session * session, const int32_t * token
                                  slowar_error * err) {
     return guard(err, [&] {
         auto & s = owned(session).s;
+        check_part(s.hyper());
         check_tokens(s.hyper(), tokens, n_tokens);
         check_threads(n_threads, s.state().n_threads);
         s.eval_cached(s.task_for(tokens, n_tokens), output_for(which, hidden, logits), n_threads, hidden, logits);
@@ -485,16 +507,34 @@ slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * 
                                 slowar_error * err) {
     return guard(err, [&] {
         slowar_batch & b = owned(batch);
-        need(items, "items");
-        if (n_items < 1 || n_items > max_items) {
-            fail(SLOWAR_ARGUMENT, "%d items, expected 1 to %d", n_items, max_items);
-        }
-        check_threads(n_threads, b.e.n_threads());
+        check_items(b, items, n_items, n_threads);
+        check_part(b.e.model().hyper);
         const bool              needs_ids = logits && which == SLOWAR_LOGITS_SEMANTIC;
         const std::vector<task> tasks     = tasks_of(b.e, items, n_items, needs_ids);
         b.e.eval(tasks, output_for(which, hidden, logits), n_threads, hidden, logits);
         for (int32_t i = 0; i < n_items; i++) {
             owned(items[i].session).s.advance(items[i].n_tokens);
+        }
+    });
+}
+
+slowar_status slowar_eval_fast(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
+                               const float * hidden, int32_t n_threads, float * logits, slowar_error * err) {
+    return guard(err, [&] {
+        slowar_batch & b = owned(batch);
+        check_items(b, items, n_items, n_threads);
+        need(logits, "logits");
+        if (!b.e.model().hyper.is_fast()) {
+            fail(SLOWAR_ARGUMENT, "the batch is of a Slow-AR, expected a Fast-AR");
+        }
+        for (int32_t i = 0; hidden && i < n_items; i++) {
+            need(items[i].session, "a session");
+            owned(items[i].session).s.rewind(0);
+        }
+        const std::vector<task> tasks = tasks_of(b.e, items, n_items, false, hidden);
+        b.e.eval(tasks, output::full, n_threads, nullptr, logits);
+        for (int32_t i = 0; i < n_items; i++) {
+            owned(items[i].session).s.advance(tasks[size_t(i)].n_tokens);
         }
     });
 }

@@ -98,8 +98,17 @@ slowar_status slowar_server_devices(const char * endpoint, int32_t * first, int3
 typedef struct slowar_model   slowar_model;
 typedef struct slowar_session slowar_session;
 
-/* Hyper-parameters, all from the file; head_dim from the weights (q_norm's length, else columns of wo / heads). */
+/* A file holds two transformers. The Fast-AR turns a hidden vector of the Slow-AR into the codes of a frame, one after the
+ * other; here each is a model of its own. */
+typedef enum slowar_part {
+    SLOWAR_PART_SLOW = 0,
+    SLOWAR_PART_FAST = 1
+} slowar_part;
+
+/* Hyper-parameters, all from the file; head_dim of the Slow-AR from the weights (q_norm's length, else columns of wo /
+ * heads). Of the Fast-AR, n_vocab is codebook_size, n_codebook 0, and what it has no use for 0. */
 typedef struct slowar_config {
+    slowar_part part;
     int32_t n_ctx; /* context the model was trained for, positions */
     int32_t n_vocab;
     int32_t n_embd;
@@ -118,9 +127,12 @@ typedef struct slowar_config {
     bool    scale_codebook_embeddings;
     bool    tie_word_embeddings;
     bool    norm_fastlayer_input;
+    int32_t n_hidden;   /* Fast-AR: length of the vector at position 0, the Slow-AR's n_embd */
+    bool    project_in; /* Fast-AR: it has a projection of that vector */
 } slowar_config;
 
 typedef struct slowar_model_params {
+    slowar_part     part;
     const int32_t * devices; /* slowar_device_get's indices of at most 15 GPUs, each once */
     int32_t         n_devices;
     /* Where tensors go: names[i] to devices[places[i]], or beside the CPU, where all others are, with -1. "output.weight" is
@@ -331,6 +343,11 @@ typedef struct slowar_batch_item {
 slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
                                 slowar_logits which, int32_t n_threads, float * hidden, float * logits,
                                 slowar_error * err);
+
+/* The same for a Fast-AR, whose tokens are single codes. With `hidden` [n_items][n_hidden] every session begins anew:
+ * position 0 is its row, the codes come behind. logits [n_items][codebook_size] are of each last position. */
+slowar_status slowar_eval_fast(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
+                               const float * hidden, int32_t n_threads, float * logits, slowar_error * err);
 
 /* ---- looking inside --------------------------------------------------------------------------------------------- */
 

@@ -39,7 +39,7 @@ weights::weights(const std::string & path, std::vector<ggml_backend_dev_t> devic
         places.emplace_back(params.names[i], params.places[i]);
     }
     std::sort(places.begin(), places.end());
-    hyper = read_config(*file);
+    hyper = read_config(*file, params.part);
     want_all();
     for (const auto & [name, device] : places) {
         const auto is_it = [&name = name](const wanted & w) {
@@ -117,19 +117,25 @@ void weights::want_all() {
     const int64_t  q_size = c.q_size();
     const int64_t  n_qkv  = q_size + 2 * c.kv_size();
 
-    want(embeddings, "embeddings.weight", use::look_up, { c.n_embd, c.n_vocab });
-    const int32_t table_device = list.back().device;
-    want(codebook_embeddings, "codebook_embeddings.weight", use::look_up,
-         { c.n_embd, int64_t(c.n_codebook) * c.codebook_size });
+    const std::string part = c.is_fast() ? "fast_" : "";
 
-    const std::string beyond = "layers." + std::to_string(c.n_layer) + ".attention_norm.weight";
+    want(embeddings, part + "embeddings.weight", use::look_up, { c.n_embd, c.n_vocab });
+    const int32_t table_device = list.back().device;
+    if (c.is_fast()) {
+        want_projection();
+    } else {
+        want(codebook_embeddings, "codebook_embeddings.weight", use::look_up,
+             { c.n_embd, int64_t(c.n_codebook) * c.codebook_size });
+    }
+    const std::string beyond = part + "layers." + std::to_string(c.n_layer) + ".attention_norm.weight";
     if (file->find(beyond)) {
-        fail(SLOWAR_FORMAT, "key fish-speech.block_count is %d, yet the file has tensor %s", c.n_layer, beyond.c_str());
+        fail(SLOWAR_FORMAT, "key %s is %d, yet the file has tensor %s",
+             c.is_fast() ? "fish_speech.fast_block_count" : "fish-speech.block_count", c.n_layer, beyond.c_str());
     }
     layers.resize(size_t(c.n_layer));
     for (int32_t il = 0; il < c.n_layer; il++) {
         layer_weights &   l  = layers[size_t(il)];
-        const std::string at = "layers." + std::to_string(il) + ".";
+        const std::string at = part + "layers." + std::to_string(il) + ".";
 
         want(l.attention_norm, at + "attention_norm.weight", use::scale, { c.n_embd }, il);
         want(l.wqkv, at + "attention.wqkv.weight", use::multiply, { c.n_embd, n_qkv }, il);
@@ -138,8 +144,8 @@ void weights::want_all() {
             if (c.attention_qk_norm) {
                 want(name[10] == 'q' ? l.q_norm : l.k_norm, at + name, use::scale, { c.head_dim }, il);
             } else if (file->find(at + name)) {
-                fail(SLOWAR_FORMAT, "key fish_speech.attention_qk_norm is false, yet the file has tensor %s%s",
-                     at.c_str(), name);
+                fail(SLOWAR_FORMAT, "key fish_speech.%sattention_qk_norm is false, yet the file has tensor %s%s",
+                     part.c_str(), at.c_str(), name);
             }
         }
         want(l.wo, at + "attention.wo.weight", use::multiply, { q_size, c.n_embd }, il);
@@ -149,11 +155,25 @@ void weights::want_all() {
         want(l.w2, at + "feed_forward.w2.weight", use::multiply, { c.n_ff, c.n_embd }, il);
     }
 
-    want(norm, "norm.weight", use::scale, { c.n_embd });
+    want(norm, part + "norm.weight", use::scale, { c.n_embd });
     // A tied head is the table itself, or a copy of it in another place.
-    if (!c.tie_word_embeddings || asked_for(head_name) != table_device) {
-        want(output, head_name, file->tensor(c.tie_word_embeddings ? "embeddings.weight" : head_name), use::multiply,
+    const std::string head = part + head_name;
+    if (!c.tie_word_embeddings || asked_for(head) != table_device) {
+        want(output, head, file->tensor(c.tie_word_embeddings ? "embeddings.weight" : head), use::multiply,
              { c.n_embd, c.n_vocab }, -1);
+    }
+}
+
+void weights::want_projection() {
+    const config &    c    = hyper;
+    const std::string name = "fast_project_in.";
+    if (c.project_in) {
+        want(project_in, name + "weight", use::multiply, { c.n_hidden, c.n_embd });
+        if (file->find(name + "bias")) {
+            want(project_in_bias, name + "bias", use::scale, { c.n_embd });
+        }
+    } else if (file->find(name + "weight")) {
+        fail(SLOWAR_FORMAT, "key fish_speech.fast_project_in is false, yet the file has tensor %sweight", name.c_str());
     }
 }
 

@@ -35,7 +35,9 @@ struct weights {
 
     config                     hyper;
     ggml_tensor *              embeddings          = nullptr;  // [n_embd, n_vocab]
-    ggml_tensor *              codebook_embeddings = nullptr;  // [n_embd, n_codebook*codebook_size]
+    ggml_tensor *              codebook_embeddings = nullptr;  // [n_embd, n_codebook*codebook_size], not the Fast-AR
+    ggml_tensor *              project_in          = nullptr;  // [n_hidden, n_embd], of the Fast-AR, if it has one
+    ggml_tensor *              project_in_bias     = nullptr;  // [n_embd], if it has one
     ggml_tensor *              norm                = nullptr;  // [n_embd]
     ggml_tensor *              output = nullptr;  // [n_embd, n_vocab]: embeddings itself when tied and in one place
     std::vector<layer_weights> layers;
@@ -67,6 +69,7 @@ struct weights {
                  int32_t layer);
     std::string refusal(ggml_backend_dev_t device, use how, const file_tensor & t) const;
     void        want_all();
+    void        want_projection();
     void        place(const slowar_model_params & params);
     void        load();
     void        describe(const wanted & w);

@@ -30,10 +30,14 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .device import Device, default_threads, devices
+    from .fast_ar import FastAR, FastConfig
+    from .generation import Frame, Generation, Timings, generate, generate_batch, stream
     from .model import Config, Estimate, Model, TensorInfo
     from .placement import Placed
     from .prefix_cache import PrefixCache, PrefixStats
+    from .prompts import prompt
     from .runner import BatchRunner, Result, RunnerStats
+    from .sampler import Sampler
     from .server import DeviceServer
     from .session import Fallback, Logits, Node, Output, Session, prefill_chunk
 
@@ -50,6 +54,10 @@ __all__ = [
     "DeviceServer",
     "Estimate",
     "Fallback",
+    "FastAR",
+    "FastConfig",
+    "Frame",
+    "Generation",
     "Logits",
     "Model",
     "ModelFormatError",
@@ -61,13 +69,19 @@ __all__ = [
     "QueueFullError",
     "Result",
     "RunnerStats",
+    "Sampler",
     "Session",
     "SessionStateError",
     "SlowARError",
     "TensorInfo",
+    "Timings",
     "default_threads",
     "devices",
+    "generate",
+    "generate_batch",
     "prefill_chunk",
+    "prompt",
+    "stream",
 ]
 
 # The file of each name that is not there yet.
@@ -75,10 +89,21 @@ _HOMES = {
     name: home
     for home, names in {
         "device": ("Device", "default_threads", "devices"),
+        "fast_ar": ("FastAR", "FastConfig"),
+        "generation": (
+            "Frame",
+            "Generation",
+            "Timings",
+            "generate",
+            "generate_batch",
+            "stream",
+        ),
         "model": ("Config", "Estimate", "Model", "TensorInfo"),
         "placement": ("Placed",),
         "prefix_cache": ("PrefixCache", "PrefixStats"),
+        "prompts": ("prompt",),
         "runner": ("BatchRunner", "Result", "RunnerStats"),
+        "sampler": ("Sampler",),
         "server": ("DeviceServer",),
         "session": ("Fallback", "Logits", "Node", "Output", "Session", "prefill_chunk"),
     }.items()

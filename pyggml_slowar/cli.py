@@ -20,8 +20,10 @@ import psutil
 from tqdm import tqdm
 
 from . import __version__, bench, device
+from .generation import FRAMES_PER_SECOND, generate
 from .make_model import PRESETS, TYPES, make_model
 from .model import Model
+from .sampler import IM_END_ID
 from .server import DeviceServer
 from .session import Output, Session
 
@@ -92,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument(
         "--type", choices=TYPES, default="q8_0", help="of the matrices (default: q8_0)"
     )
+    make.add_argument(
+        "--fast-type", choices=TYPES, help="of the Fast-AR's matrices (default: as --type)"
+    )
     make.add_argument("--seed", type=int, default=0)
     make.set_defaults(run=_make_model)
 
@@ -104,6 +109,21 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--chunk", type=int, help="positions per evaluation of the prompt")
     evaluate.add_argument("--threads", type=int, help="CPU threads (default: what pays here)")
     evaluate.set_defaults(run=_eval)
+
+    codes = commands.add_parser("generate", help="from a prompt to codes")
+    _add_model(codes)
+    codes.add_argument("prompt", type=Path, metavar="PROMPT.npy", help="integers (11, n)")
+    codes.add_argument("--out", type=Path, required=True, metavar="CODES.npy")
+    codes.add_argument("--max-frames", type=_positive, default=1024, help="(default: 1024)")
+    codes.add_argument("--min-frames", type=int, default=0)
+    codes.add_argument("--temperature", type=float, default=0.8)
+    codes.add_argument("--top-p", type=float, default=0.8)
+    codes.add_argument("--top-k", type=int, default=30)
+    codes.add_argument("--seed", type=int, help="0 to 2^64 - 1 (default: any, which is told)")
+    codes.add_argument("--im-end-id", type=int, default=IM_END_ID, help="the end token")
+    codes.add_argument("--kv-type", default="f16", help="of the cache: f16, bf16, f32 or q8_0")
+    codes.add_argument("--threads", type=int, help="CPU threads (default: what pays here)")
+    codes.set_defaults(run=_generate)
 
     measure = commands.add_parser("bench", help="how fast, and how near to what the memory allows")
     measure.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file")
@@ -307,7 +327,12 @@ def _make_model(options: argparse.Namespace) -> None:
             bar.update(done - bar.n)
 
         make_model(
-            options.out, PRESETS[options.preset], options.type, seed=options.seed, progress=progress
+            options.out,
+            PRESETS[options.preset],
+            options.type,
+            fast_type=options.fast_type,
+            seed=options.seed,
+            progress=progress,
         )
     print(f"{options.out}: {options.out.stat().st_size / _MIB:.1f} MiB")
 
@@ -330,6 +355,52 @@ def _eval(options: argparse.Namespace) -> None:
             partial.replace(options.out)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    prompt = _load(options.prompt)
+    partial = options.out.with_name(options.out.name + ".partial")
+    # Opened before the work, so that a wrong path costs nothing.
+    with partial.open("wb") as file:
+        try:
+            with _open(options) as model, tqdm(unit="frame", desc="frames") as bar:
+
+                def progress(done: int, _: int) -> None:
+                    bar.set_postfix_str(f"{done / FRAMES_PER_SECOND:.1f} s of audio", refresh=False)
+                    bar.update()
+
+                start = time.perf_counter()
+                made = generate(
+                    model,
+                    prompt,
+                    max_frames=options.max_frames,
+                    min_frames=options.min_frames,
+                    temperature=options.temperature,
+                    top_p=options.top_p,
+                    top_k=options.top_k,
+                    seed=options.seed,
+                    im_end_id=options.im_end_id,
+                    progress=progress,
+                    on_interrupt="return",
+                    kv_type=options.kv_type,
+                    n_threads=options.threads,
+                )
+                seconds = time.perf_counter() - start
+            np.save(file, made.codes)
+            file.close()
+            partial.replace(options.out)
+        finally:
+            partial.unlink(missing_ok=True)
+    n = made.codes.shape[1]
+    t = made.timings
+    print(f"{options.out}: {n} frames, {n / FRAMES_PER_SECOND:.1f} s of audio, {made.finished}")
+    print(f"seed       {made.seed}")
+    print(f"time       {seconds:.1f} s, prefill {t.prefill:.1f} of them")
+    if n:
+        rate = seconds / n * FRAMES_PER_SECOND
+        each = [x / n * 1e3 for x in (t.slow_ar, t.fast_ar, t.sampling)]
+        print(f"a frame    Slow-AR {each[0]:.1f}, Fast-AR {each[1]:.1f}, sampling {each[2]:.1f} ms")
+        print(f"real time  {rate:.2f} s for a second of audio, without the codec")
 
 
 def _load(path: Path) -> npt.NDArray[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -18,7 +18,7 @@ from .device import default_threads
 from .model import Config
 
 TYPES = ("f32", "f16", "q8_0", "q4_k")
-"""What ``make_model`` writes matrices as; norms are always f32."""
+"""What ``make_model`` writes matrices as; norms and biases are always f32."""
 
 S2_PRO = Config(
     n_ctx=32768,
@@ -60,6 +60,54 @@ n_head is 64, two query heads to a KV head, rows that every ggml type can hold."
 
 PRESETS = {"tiny": TINY, "s2-pro": S2_PRO}
 
+
+@dataclass(frozen=True)
+class FastShape:
+    """Hyper-parameters of a Fast-AR, the transformer that makes a frame's codes.
+
+    Named as the metadata keys ``fish_speech.fast_*`` name them.
+    """
+
+    context_length: int
+    """Positions: the hidden vector and a code for each codebook."""
+    embedding_length: int
+    feed_forward_length: int
+    block_count: int
+    head_count: int
+    head_count_kv: int
+    head_dim: int
+    rope_freq_base: float
+    layer_norm_rms_eps: float
+    attention_qk_norm: bool
+    project_in: bool
+    """Whether a matrix brings the hidden vector to ``embedding_length``: where that differs."""
+    project_in_bias: bool = False
+    """Whether it has a bias. No key says so: the tensor is there or not."""
+
+
+def fast_shape(config: Config) -> FastShape:
+    """A Fast-AR with the Slow-AR's own sizes.
+
+    S2 Pro's has 4 layers; that its layers are of the Slow-AR's size is what its 0.4 billion
+    parameters come to. Others get as many layers as the Slow-AR, at most 2. No q/k norm, as in
+    every file of ``tests/golden``.
+    """
+    c = config
+    return FastShape(
+        context_length=c.n_codebook + 1,
+        embedding_length=c.n_embd,
+        feed_forward_length=c.n_ff,
+        block_count=4 if c == S2_PRO else min(c.n_layer, 2),
+        head_count=c.n_head,
+        head_count_kv=c.n_head_kv,
+        head_dim=c.head_dim,
+        rope_freq_base=c.rope_freq_base,
+        layer_norm_rms_eps=c.norm_rms_eps,
+        attention_qk_norm=False,
+        project_in=False,
+    )
+
+
 _CHUNK = 1 << 22  # weights drawn and quantised at a time: 16 MiB of float32
 
 Progress = Callable[[int, int], object]
@@ -70,13 +118,16 @@ def make_model(
     config: Config,
     type: str = "f32",
     *,
+    fast: FastShape | Literal["auto"] | None = "auto",
+    fast_type: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
     """Write a GGUF file with random weights.
 
-    Matrices are normal with variance 1 / columns, norms 1 with a spread of 0.1, so that activations
-    stay near 1 through any number of layers. The same config, type and seed give the same file.
+    Matrices are normal with variance 1 / columns, norms 1 with a spread of 0.1, biases 0 with that
+    spread, so that activations stay near 1 through any number of layers. The same arguments give
+    the same file, and the Slow-AR's weights do not depend on the Fast-AR's.
 
     Parameters
     ----------
@@ -85,32 +136,46 @@ def make_model(
     type
         Of every matrix: one of ``TYPES``. Rows must be a multiple of its block (32 for q8_0, 256
         for q4_k).
+    fast
+        The Fast-AR's shape; ``"auto"``: ``fast_shape(config)``; None: the file has no Fast-AR.
+    fast_type
+        Of the Fast-AR's matrices; None: ``type``.
     progress
         Called with (weights written, weights in all).
 
     Raises
     ------
     ValueError
-        ``type`` is unknown or does not fit the shapes.
+        ``type`` or ``fast_type`` is unknown or does not fit the shapes.
     """
-    if type not in TYPES:
-        raise ValueError(f"type is {type!r}, expected one of {', '.join(TYPES)}")
-    shapes = dict(tensor_shapes(config))
-    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    fast_type = type if fast_type is None else fast_type
+    for name, value in (("type", type), ("fast_type", fast_type)):
+        if value not in TYPES:
+            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(TYPES)}")
+    if fast == "auto":
+        fast = fast_shape(config)
+    tensors = [(name, shape, type) for name, shape in tensor_shapes(config)]
+    if fast is not None:
+        more = fast_tensor_shapes(config, fast)
+        tensors += [(name, shape, fast_type) for name, shape in more]
+    total = sum(int(np.prod(shape)) for _, shape, _ in tensors)
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     writer = gguf.GGUFWriter(partial, "fish-speech")
     try:
         _add_keys(writer, config)
-        for name, shape in shapes.items():
-            _add_info(writer, name, shape, type)
+        if fast is not None:
+            _add_fast_keys(writer, fast)
+        for name, shape, its_type in tensors:
+            _add_info(writer, name, shape, its_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         done = 0
         with ThreadPoolExecutor(default_threads()) as pool:
-            for i, shape in enumerate(shapes.values()):
-                writer.write_tensor_data(_random_tensor(pool, shape, type, (seed, i)))
+            for i, (name, shape, its_type) in enumerate(tensors):
+                mean = 0.0 if name.endswith(".bias") else 1.0
+                writer.write_tensor_data(_random_tensor(pool, shape, its_type, (seed, i), mean))
                 done += int(np.prod(shape))
                 if progress is not None:
                     progress(done, total)
@@ -124,24 +189,47 @@ def make_model(
 def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The Slow-AR's tensors and their shapes, numpy order, as the public files lay them out."""
     c = config
-    q_size, kv_size = c.n_head * c.head_dim, c.n_head_kv * c.head_dim
     yield "embeddings.weight", (c.n_vocab, c.n_embd)
     yield "codebook_embeddings.weight", (c.n_codebook * c.codebook_size, c.n_embd)
     yield "norm.weight", (c.n_embd,)
     for il in range(c.n_layer):
         at = f"layers.{il}."
-        yield at + "attention_norm.weight", (c.n_embd,)
-        yield at + "ffn_norm.weight", (c.n_embd,)
-        yield at + "attention.wqkv.weight", (q_size + 2 * kv_size, c.n_embd)
-        yield at + "attention.wo.weight", (c.n_embd, q_size)
-        if c.attention_qk_norm:
-            yield at + "attention.q_norm.weight", (c.head_dim,)
-            yield at + "attention.k_norm.weight", (c.head_dim,)
-        yield at + "feed_forward.w1.weight", (c.n_ff, c.n_embd)
-        yield at + "feed_forward.w3.weight", (c.n_ff, c.n_embd)
-        yield at + "feed_forward.w2.weight", (c.n_embd, c.n_ff)
+        sizes = c.n_embd, c.n_ff, c.n_head, c.n_head_kv, c.head_dim
+        yield from _layer_shapes(at, *sizes, qk_norm=c.attention_qk_norm)
     if not c.tie_word_embeddings:
         yield "output.weight", (c.n_vocab, c.n_embd)
+
+
+def fast_tensor_shapes(config: Config, fast: FastShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The Fast-AR's tensors and their shapes, numpy order, in the order of ``tests/golden``."""
+    c, f = config, fast
+    yield "fast_embeddings.weight", (c.codebook_size, f.embedding_length)
+    yield "fast_norm.weight", (f.embedding_length,)
+    yield "fast_output.weight", (c.codebook_size, f.embedding_length)
+    if f.project_in:
+        yield "fast_project_in.weight", (f.embedding_length, c.n_embd)
+        if f.project_in_bias:
+            yield "fast_project_in.bias", (f.embedding_length,)
+    for il in range(f.block_count):
+        at = f"fast_layers.{il}."
+        sizes = f.embedding_length, f.feed_forward_length, f.head_count, f.head_count_kv, f.head_dim
+        yield from _layer_shapes(at, *sizes, qk_norm=f.attention_qk_norm)
+
+
+def _layer_shapes(
+    at: str, n_embd: int, n_ff: int, n_head: int, n_head_kv: int, head_dim: int, *, qk_norm: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    q_size, kv_size = n_head * head_dim, n_head_kv * head_dim
+    yield at + "attention_norm.weight", (n_embd,)
+    yield at + "ffn_norm.weight", (n_embd,)
+    yield at + "attention.wqkv.weight", (q_size + 2 * kv_size, n_embd)
+    yield at + "attention.wo.weight", (n_embd, q_size)
+    if qk_norm:
+        yield at + "attention.q_norm.weight", (head_dim,)
+        yield at + "attention.k_norm.weight", (head_dim,)
+    yield at + "feed_forward.w1.weight", (n_ff, n_embd)
+    yield at + "feed_forward.w3.weight", (n_ff, n_embd)
+    yield at + "feed_forward.w2.weight", (n_embd, n_ff)
 
 
 def _add_keys(writer: gguf.GGUFWriter, c: Config) -> None:
@@ -162,6 +250,20 @@ def _add_keys(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_bool("fish_speech.attention_qk_norm", c.attention_qk_norm)
     writer.add_bool("fish_speech.scale_codebook_embeddings", c.scale_codebook_embeddings)
     writer.add_bool("fish_speech.norm_fastlayer_input", c.norm_fastlayer_input)
+
+
+def _add_fast_keys(writer: gguf.GGUFWriter, f: FastShape) -> None:
+    writer.add_uint32("fish_speech.fast_context_length", f.context_length)
+    writer.add_uint32("fish_speech.fast_embedding_length", f.embedding_length)
+    writer.add_uint32("fish_speech.fast_feed_forward_length", f.feed_forward_length)
+    writer.add_uint32("fish_speech.fast_block_count", f.block_count)
+    writer.add_uint32("fish_speech.fast_head_count", f.head_count)
+    writer.add_uint32("fish_speech.fast_head_count_kv", f.head_count_kv)
+    writer.add_uint32("fish_speech.fast_head_dim", f.head_dim)
+    writer.add_float32("fish_speech.fast_rope_freq_base", f.rope_freq_base)
+    writer.add_float32("fish_speech.fast_layer_norm_rms_eps", f.layer_norm_rms_eps)
+    writer.add_bool("fish_speech.fast_attention_qk_norm", f.attention_qk_norm)
+    writer.add_bool("fish_speech.fast_project_in", f.project_in)
 
 
 def _ggml_type(shape: tuple[int, ...], type: str) -> gguf.GGMLQuantizationType:
@@ -191,7 +293,11 @@ def _add_info(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], type: 
 
 
 def _random_tensor(
-    pool: ThreadPoolExecutor, shape: tuple[int, ...], type: str, seed: tuple[int, int]
+    pool: ThreadPoolExecutor,
+    shape: tuple[int, ...],
+    type: str,
+    seed: tuple[int, int],
+    mean: float,
 ) -> npt.NDArray[np.uint8]:
     rows, columns = (1, *shape)[-2:]
     out = np.empty((rows, _row_bytes(shape, type)), np.uint8)
@@ -201,7 +307,7 @@ def _random_tensor(
         n = min(per_chunk, rows - start)
         values = np.random.default_rng((*seed, start)).standard_normal((n, columns), np.float32)
         if len(shape) == 1:
-            values = 1 + values * np.float32(0.1)
+            values = np.float32(mean) + values * np.float32(0.1)
         else:
             values *= np.float32(columns**-0.5)
         _quantize(values, _ggml_type(shape, type).name, out[start : start + n])

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._batch import Item
+    from .fast_ar import FastAR
     from .session import Logits, Output
 
 
@@ -220,6 +221,7 @@ class Model(Closing):
         self._process = os.getpid()
         self._batches: dict[tuple[int, bool, tuple[int, ...]], Batch] = {}
         self._fingerprint: bytes | None = None
+        self._fast: FastAR | None = None
         self._device_bytes = [
             sum(t.nbytes for t in self.tensors() if t.device == name) for name in self._names
         ]
@@ -369,6 +371,24 @@ class Model(Closing):
             own_compute=own_compute,
             kv_placement=kv_placement,
         )
+
+    def fast_ar(self) -> FastAR:
+        """The Fast-AR of the same file, opened when it is first asked for, closed with the model.
+
+        Raises
+        ------
+        ModelFormatError
+            The file has none, or one that cannot be run.
+        SessionStateError
+            The model is closed.
+        """
+        from .fast_ar import FastAR
+
+        with self._lock:
+            self._handle.check()
+            if self._fast is None:
+                self._fast = FastAR(self)
+            return self._fast
 
     # ---- several sessions at once
 
@@ -589,6 +609,9 @@ class Model(Closing):
         if os.getpid() == self._process:
             with self._lock:
                 batches, self._batches = self._batches, {}
+                fast, self._fast = self._fast, None
+            if fast is not None:
+                fast.close()
             for batch in batches.values():
                 batch.close()
 
@@ -613,6 +636,7 @@ class _Opening:
     devices: list[int]
     mmap: bool
     repack: bool
+    part: int = 0  # SLOWAR_PART_SLOW
 
     def open(self, places: Mapping[str, int], *, load: bool) -> Handle:
         params = ffi.new("slowar_model_params *")
@@ -625,6 +649,7 @@ class _Opening:
         params.devices, params.names, params.places = keep
         params.n_devices = len(self.devices)
         params.n_places = len(names)
+        params.part = self.part
         params.use_mmap = self.mmap
         params.repack = self.repack
         params.load = load

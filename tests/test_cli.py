@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import make_prompt
 
-from pyggml_slowar import Model
+from pyggml_slowar import Model, generate
 from pyggml_slowar.make_model import TINY, make_model
 
 N_PROMPT, N_STEPS = 20, 4
@@ -58,6 +58,27 @@ def test_eval_equals_the_library(folder: Path) -> None:
         np.testing.assert_array_equal(out["logits"], np.stack([o.logits for o in outputs]))
         np.testing.assert_array_equal(out["hidden"], np.stack([o.hidden for o in outputs]))
         np.testing.assert_array_equal(out["ids"], np.arange(TINY.n_vocab))
+    assert not list(folder.glob("*.partial"))
+
+
+def test_generate_equals_the_library(folder: Path) -> None:
+    words = ("generate", "tiny.gguf", "prompt.npy", "--out", "codes.npy", "--max-frames", 8)
+    done = slowar(*words, "--min-frames", 8, "--seed", 3, "--im-end-id", 7, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "codes.npy: 8 frames, 0.4 s of audio, length\nseed       3\n" in done.stdout
+    for word in ("Slow-AR", "Fast-AR", "sampling", "for a second of audio"):
+        assert word in done.stdout
+    with Model(folder / "tiny.gguf") as model:
+        prompt = np.load(folder / "prompt.npy")
+        expected = generate(model, prompt, max_frames=8, min_frames=8, seed=3, im_end_id=7)
+    found = np.load(folder / "codes.npy")
+    np.testing.assert_array_equal(found, expected.codes)
+    assert found.dtype == np.int32
+    done = slowar(*words, "--top-k", 0, "--im-end-id", 7, cwd=folder)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        f"slowar: top_k is 0, expected 1 to {2**31 - 1}",
+    )
     assert not list(folder.glob("*.partial"))
 
 

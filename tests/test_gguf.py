@@ -272,14 +272,14 @@ def check_opened(folder: Path, files: dict[str, bytes]) -> list[Outcome]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A model that opens; the tests say what they change in it."""
     path = tmp_path_factory.mktemp("base") / "small.gguf"
-    make_model(path, SMALL, seed=1)
+    make_model(path, SMALL, fast=None, seed=1)
     return path.read_bytes()
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("base") / "wide.gguf"
-    make_model(path, WIDE, seed=1)
+    make_model(path, WIDE, fast=None, seed=1)
     return path.read_bytes()
 
 

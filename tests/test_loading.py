@@ -97,14 +97,14 @@ def write(path: Path, file: Gguf) -> Path:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "small.gguf"
-    make_model(path, SMALL, seed=3)
+    make_model(path, SMALL, fast=None, seed=3)
     return path
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Gguf:
     path = tmp_path_factory.mktemp("models") / "wide.gguf"
-    make_model(path, WIDE, seed=4)
+    make_model(path, WIDE, fast=None, seed=4)
     return Gguf.parse(path.read_bytes())
 
 

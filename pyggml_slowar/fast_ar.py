@@ -1,0 +1,215 @@
+"""The Fast-AR: from the Slow-AR's hidden vector and a frame's first code to its other codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import errors
+from ._arrays import as_int
+from ._native import Closing, Handle, call, ffi, lib
+from ._threads import Threads
+from .device import default_threads
+from .session import MAX_THREADS, session_params
+
+if TYPE_CHECKING:
+    from .model import Model
+
+Codes = npt.NDArray[np.int32]
+
+Choose = Callable[[int, npt.NDArray[np.float32]], npt.ArrayLike]
+"""(codebook, logits (n, codebook_size)) -> n codes, of that codebook, one for each frame."""
+
+_FAST = 1  # SLOWAR_PART_FAST
+_MOST = 128  # frames at once
+_FULL_CACHE = "f32"  # eleven positions: rounding them would save nothing
+
+
+@dataclass(frozen=True)
+class FastConfig:
+    """Hyper-parameters of a Fast-AR, all from the metadata (``fish_speech.fast_*``)."""
+
+    n_ctx: int
+    """Positions: the hidden vector, and a code for each codebook but the last."""
+    n_embd: int
+    n_ff: int
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    codebook_size: int
+    rope_freq_base: float
+    norm_rms_eps: float
+    attention_qk_norm: bool
+    n_hidden: int
+    """Length of the vector at position 0: the Slow-AR's ``n_embd``."""
+    project_in: bool
+    """Whether a matrix brings that vector to ``n_embd``."""
+
+
+class FastAR(Closing):
+    """The Fast-AR of a model's file, with a cache for each of the frames that it makes at once.
+
+    Calls from several threads are served one after the other.
+
+    Parameters
+    ----------
+    model
+        An open model; the Fast-AR goes where its last layer is.
+    n_threads
+        CPU threads, 1 to 512; None: ``default_threads()``, and fewer while the machine is shared.
+
+    Raises
+    ------
+    ModelFormatError
+        The file has no Fast-AR, or one that cannot be run; the message names the key or tensor.
+    SessionStateError
+        The model is closed.
+    DeviceMemoryError
+        The weights do not fit.
+    """
+
+    def __init__(self, model: Model, *, n_threads: int | None = None) -> None:
+        model._handle.check()
+        adapt = n_threads is None
+        n_threads = default_threads() if n_threads is None else n_threads
+        self._threads = Threads(as_int("n_threads", n_threads, 1, MAX_THREADS), adapt=adapt)
+        way = replace(model._way, part=_FAST)
+        places: dict[str, int] = {}
+        if model.n_gpu_layers == model.config.n_layer and way.devices:
+            places = {t.name: len(way.devices) - 1 for t in way.look({})}
+        self._model = way.open(places, load=True)
+        pointer = self._model._pointer
+        config = ffi.new("slowar_config *")
+        call(lib.slowar_model_config, pointer, config)
+        self.config = FastConfig(**{f.name: getattr(config, f.name) for f in fields(FastConfig)})
+        info = ffi.new("slowar_model_info *")
+        call(lib.slowar_model_get_info, pointer, info)
+        self.nbytes: int = (
+            info.n_bytes_mapped + info.n_bytes_host + info.n_bytes_repacked + info.n_bytes_device
+        )
+        """Bytes of weights."""
+        self._n_codes = model.config.n_codebook
+        if self.config.n_ctx < self._n_codes:
+            raise errors.ModelFormatError(
+                f"{model.path}: key fish_speech.fast_context_length is {self.config.n_ctx}, "
+                f"expected {self._n_codes} or more: a position for each codebook"
+            )
+        out = ffi.new("slowar_batch **")
+        call(lib.slowar_batch_open, out, pointer, n_threads, ffi.NULL, 0)
+        self._handle = Handle(out[0], lib.slowar_batch_close, "Fast-AR")
+        self._sessions: list[Handle] = []
+
+    def frames(self, hidden: npt.ArrayLike, first: npt.ArrayLike, choose: Choose) -> Codes:
+        """The codes of n frames, codebook after codebook, each chosen before the next is asked for.
+
+        Parameters
+        ----------
+        hidden
+            float32 (n, n_hidden): ``Output.hidden`` of the Slow-AR, 1 to 128 rows.
+        first
+            Integers (n,): the codes of codebook 0, that is semantic token less
+            ``semantic_begin_id``.
+        choose
+            Called with (codebook, logits (n, codebook_size)) for codebooks 1, 2, ... in turn.
+
+        Returns
+        -------
+        ndarray
+            int32 (n, n_codebook).
+
+        Raises
+        ------
+        TypeError, ValueError
+            A shape or a code is out of range; the message names it.
+        ComputeError, DeviceMemoryError, SessionStateError
+        """
+        vectors = np.ascontiguousarray(hidden, np.float32)
+        n = len(vectors) if vectors.ndim == 2 else 0
+        if vectors.shape != (n, self.config.n_hidden) or not 1 <= n <= _MOST:
+            raise ValueError(
+                f"hidden has shape {vectors.shape}, expected (n, {self.config.n_hidden}) with n of "
+                f"1 to {_MOST}"
+            )
+        codes = np.empty((n, self._n_codes), np.int32)
+        codes[:, 0] = self._checked(0, first, n)
+
+        def make(pointer: Any) -> Codes:
+            sessions = self._caches(n)
+            logits = self._evaluate(pointer, sessions, codes[:, 0], vectors)
+            for codebook in range(1, self._n_codes):
+                codes[:, codebook] = self._checked(codebook, choose(codebook, logits), n)
+                if codebook + 1 < self._n_codes:
+                    logits = self._evaluate(pointer, sessions, codes[:, codebook])
+            return codes
+
+        return self._handle.run(make)
+
+    def _evaluate(
+        self,
+        pointer: Any,
+        sessions: list[Handle],
+        codes: Codes,
+        hidden: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        n = len(codes)
+        column = np.ascontiguousarray(codes)
+        base = ffi.from_buffer("int32_t[]", column)
+        items = ffi.new("slowar_batch_item[]", n)
+        for i, session in enumerate(sessions):
+            items[i].session = session._pointer
+            items[i].tokens = base + i
+            items[i].n_tokens = 1
+        logits = np.empty((n, self.config.codebook_size), np.float32)
+        mark = self._threads.before()
+        call(
+            lib.slowar_eval_fast,
+            pointer,
+            items,
+            n,
+            ffi.NULL if hidden is None else ffi.from_buffer("float[]", hidden),
+            self._threads.n,
+            ffi.from_buffer("float[]", logits),
+        )
+        self._threads.after(mark)
+        return logits
+
+    def _caches(self, n: int) -> list[Handle]:
+        """The first n of the caches, made when they are first needed.
+
+        A frame begins with an empty one, so any will do, and the same give the graph that is ready.
+        """
+        while len(self._sessions) < n:
+            params, _keep = session_params(1, "auto", _FULL_CACHE, (), -1, "auto")
+            out = ffi.new("slowar_session **")
+            call(lib.slowar_session_open, out, self._model._pointer, params)
+            session = Handle(out[0], lib.slowar_session_close, "cache")
+            call(lib.slowar_init_kv_cache, out[0], self.config.n_ctx)
+            self._sessions.append(session)
+        return self._sessions[:n]
+
+    def _checked(self, codebook: int, codes: npt.ArrayLike, n: int) -> Codes:
+        array = np.asarray(codes)
+        if array.shape != (n,) or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"codes of codebook {codebook} are {array.dtype} {array.shape}, expected integers "
+                f"({n},)"
+            )
+        if array.min() < 0 or array.max() >= self.config.codebook_size:
+            raise ValueError(
+                f"codes of codebook {codebook} are {array.min()} to {array.max()}, expected 0 to "
+                f"{self.config.codebook_size - 1}"
+            )
+        return array.astype(np.int32)
+
+    def close(self) -> None:
+        """Give it back; twice is fine."""
+        super().close()
+        for session in self._sessions:
+            session.close()
+        self._sessions = []
+        self._model.close()
