@@ -24,7 +24,7 @@ struct task {
     attention_path   attention;
     int32_t          n_past;
     int32_t          n_tokens;
-    const int32_t *  tokens;  // [n_tokens][1 + n_codebook], already checked; not looked at by a plan
+    const int32_t *  tokens;            // [n_tokens][1 + n_codebook], already checked; not looked at by a plan
     const float *    hidden = nullptr;  // Fast-AR: [n_hidden], in place of the first token, which is not in `tokens`
 };
 

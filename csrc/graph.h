@@ -61,10 +61,10 @@ struct graph_shape {
 // Created empty; their values are set once the scheduler has given them memory. Those that a shape has no use for are
 // nullptr.
 struct graph_inputs {
-    ggml_tensor * tokens;      // I32 [n_tokens], without those that are hidden vectors
-    ggml_tensor * hidden;      // F32 [n_hidden, n segments], with hidden vectors only
-    ggml_tensor * order;       // I32 [n_tokens], with those of several segments: all of them, then the tokens, put in order
-    ggml_tensor * codes;       // I32 [n_tokens, n_codebook]: rows of the codebook table
+    ggml_tensor * tokens;  // I32 [n_tokens], without those that are hidden vectors
+    ggml_tensor * hidden;  // F32 [n_hidden, n segments], with hidden vectors only
+    ggml_tensor * order;   // I32 [n_tokens], with those of several segments: all of them, then the tokens, put in order
+    ggml_tensor * codes;   // I32 [n_tokens, n_codebook]: rows of the codebook table
     ggml_tensor * semantic;    // F32 [1, n_tokens]: 1 where the token id is semantic, else 0
     ggml_tensor * embd_scale;  // F32 [1, n_tokens], with scaled codebook embeddings only
     ggml_tensor * positions;   // I32 [n_tokens]

@@ -100,35 +100,32 @@ typedef struct slowar_session slowar_session;
 
 /* A file holds two transformers. The Fast-AR turns a hidden vector of the Slow-AR into the codes of a frame, one after the
  * other; here each is a model of its own. */
-typedef enum slowar_part {
-    SLOWAR_PART_SLOW = 0,
-    SLOWAR_PART_FAST = 1
-} slowar_part;
+typedef enum slowar_part { SLOWAR_PART_SLOW = 0, SLOWAR_PART_FAST = 1 } slowar_part;
 
 /* Hyper-parameters, all from the file; head_dim of the Slow-AR from the weights (q_norm's length, else columns of wo /
  * heads). Of the Fast-AR, n_vocab is codebook_size, n_codebook 0, and what it has no use for 0. */
 typedef struct slowar_config {
     slowar_part part;
-    int32_t n_ctx; /* context the model was trained for, positions */
-    int32_t n_vocab;
-    int32_t n_embd;
-    int32_t n_ff;
-    int32_t n_layer;
-    int32_t n_head;
-    int32_t n_head_kv;
-    int32_t head_dim;
-    int32_t n_codebook; /* a position is 1 + n_codebook integers: token id, then codes */
-    int32_t codebook_size;
-    int32_t semantic_begin_id;
-    int32_t semantic_end_id; /* inclusive */
-    float   rope_freq_base;
-    float   norm_rms_eps;
-    bool    attention_qk_norm;
-    bool    scale_codebook_embeddings;
-    bool    tie_word_embeddings;
-    bool    norm_fastlayer_input;
-    int32_t n_hidden;   /* Fast-AR: length of the vector at position 0, the Slow-AR's n_embd */
-    bool    project_in; /* Fast-AR: it has a projection of that vector */
+    int32_t     n_ctx; /* context the model was trained for, positions */
+    int32_t     n_vocab;
+    int32_t     n_embd;
+    int32_t     n_ff;
+    int32_t     n_layer;
+    int32_t     n_head;
+    int32_t     n_head_kv;
+    int32_t     head_dim;
+    int32_t     n_codebook; /* a position is 1 + n_codebook integers: token id, then codes */
+    int32_t     codebook_size;
+    int32_t     semantic_begin_id;
+    int32_t     semantic_end_id; /* inclusive */
+    float       rope_freq_base;
+    float       norm_rms_eps;
+    bool        attention_qk_norm;
+    bool        scale_codebook_embeddings;
+    bool        tie_word_embeddings;
+    bool        norm_fastlayer_input;
+    int32_t     n_hidden;   /* Fast-AR: length of the vector at position 0, the Slow-AR's n_embd */
+    bool        project_in; /* Fast-AR: it has a projection of that vector */
 } slowar_config;
 
 typedef struct slowar_model_params {
