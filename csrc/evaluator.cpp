@@ -105,8 +105,9 @@ static std::string reason_against(ggml_backend_dev_t device, const ggml_tensor *
     for (int i = 0; i < GGML_MAX_SRC && node->src[i]; i++) {
         types += text("%s%s", i > 0 ? ", " : "", ggml_type_name(node->src[i]->type));
     }
-    return text("%s has no %s from %s to %s", ggml_backend_dev_name(device), ggml_op_desc(node), types.c_str(),
-                ggml_type_name(node->type));
+    return text("%s has no %s from %s to %s of [%lld, %lld, %lld, %lld]", ggml_backend_dev_name(device),
+                ggml_op_desc(node), types.c_str(), ggml_type_name(node->type), (long long) node->ne[0],
+                (long long) node->ne[1], (long long) node->ne[2], (long long) node->ne[3]);
 }
 
 // A node runs beside the weights or the cache that it works on; one with neither, where the one before it does, or with

@@ -422,6 +422,38 @@ def test_every_node_runs_with_its_layer(opened: Open, n_gpu_layers: int, attenti
     assert changes <= (0 if n_gpu_layers == 0 else 1 if n_gpu_layers == N_LAYER else 2)
 
 
+@pytest.mark.skipif(BACKEND != "vulkan", reason="other devices have other limits")
+def test_what_a_device_lacks_is_said(gpu: slowar.Model) -> None:
+    """llvmpipe takes 128 MiB in one tensor; the reference repeats a past of 399 001 to 195 MiB."""
+    with pytest.warns(UserWarning, match="beyond the model's context"):
+        session = gpu.session(400_000, attention="reference", n_threads=1)
+    with session:
+        nodes = session.graph(1, 399_000)
+        there = {(f.op, f.layer) for f in session.fallbacks}
+        assert {("REPEAT", il) for il in range(N_LAYER)} <= there
+        first = session.fallbacks[0]
+        assert first.device == gpu.device.name
+        assert first.reason.startswith(f"{first.device} has no REPEAT from f32 to f32 of [")
+        on_cpu = [node for node in nodes if node.device == "CPU"]
+        assert len(on_cpu) == len(session.fallbacks)
+        session.graph(1, 10)
+        assert session.fallbacks == []
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("n_gpu_layers", range(N_LAYER + 1))
+def test_the_whole_cache_on_the_gpu(opened: Open, n_gpu_layers: int, attention: str) -> None:
+    """Once a layer is there; the numbers are those of the CPU."""
+    outs = []
+    for n in (None, n_gpu_layers):
+        model = opened(n)
+        with behind(model, attention=attention, kv_placement="gpu") as session:
+            outs.append(steps(session))
+            places = {p.device for p in session.placement() if p.what == "KV cache"}
+    assert places == {model.device.name if n_gpu_layers > 0 else "CPU"}
+    assert worst(outs[1], outs[0]) <= BOUND
+
+
 def test_placement(opened: Open) -> None:
     """Weights, cache and compute of both places, byte for byte."""
     model = opened(1)
