@@ -177,6 +177,14 @@ void check_memory(ggml_backend_dev_t device, uint64_t n_bytes, const char * what
     }
 }
 
+ggml_backend_buffer_ptr imagine(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(buft, 0));
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        t->buffer = buffer.get();
+    }
+    return buffer;
+}
+
 void threadpool_deleter::operator()(ggml_threadpool * pool) const {
     ggml_threadpool_free(pool);
 }

@@ -44,6 +44,9 @@ uint64_t memory_free(ggml_backend_dev_t device);
 // Refuses with both numbers when the device says that it has less than n_bytes free. `what` opens the sentence.
 void check_memory(ggml_backend_dev_t device, uint64_t n_bytes, const char * what);
 
+// An empty buffer of that type in which a context's tensors only seem to lie: enough to plan with.
+ggml_backend_buffer_ptr imagine(ggml_context * ctx, ggml_backend_buffer_type_t buft);
+
 // Threads that wait between evaluations instead of being started for each.
 struct threadpool_deleter {
     void operator()(ggml_threadpool * pool) const;

@@ -7,9 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <mutex>
-#include <numeric>
 
 namespace slowar {
 
@@ -236,10 +234,6 @@ int planned_graph::n_splits() const {
 // evaluator
 //
 
-uint64_t total(const slowar_bytes & bytes) {
-    return std::accumulate(std::begin(bytes.device), std::end(bytes.device), bytes.host);
-}
-
 // Of the devices that have a weight; the CPU comes last: the scheduler wants it so.
 static std::vector<ggml_backend_ptr> open_backends(const weights & w) {
     std::vector<ggml_backend_ptr> out;
@@ -286,6 +280,15 @@ slowar_bytes evaluator::memory() const {
         sizes.push_back(step_.n_bytes(backend.get()) + batch_.n_bytes(backend.get()));
     }
     return by_device(sizes);
+}
+
+// Of all places together: asked for with every look at a session, so nothing is put together for it.
+uint64_t evaluator::n_bytes() const {
+    uint64_t n = 0;
+    for (const ggml_backend_ptr & backend : backends_) {
+        n += step_.n_bytes(backend.get()) + batch_.n_bytes(backend.get());
+    }
+    return n;
 }
 
 planned_graph & evaluator::plan_for(const graph_shape & shape) {

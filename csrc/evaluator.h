@@ -98,8 +98,6 @@ class planned_graph {
     bool                        ready_ = false;
 };
 
-uint64_t total(const slowar_bytes & bytes);
-
 class evaluator {
   public:
     // Starts n_threads - 1 threads and opens the devices the weights are on.
@@ -111,6 +109,7 @@ class evaluator {
     // Bytes that reserve() would take, and that are taken.
     slowar_bytes measure(const std::vector<task> & tasks);
     slowar_bytes memory() const;
+    uint64_t     n_bytes() const;
 
     // hidden [n tasks][n_embd] and logits [n tasks][ids asked for] are of each task's last position, or nullptr.
     // A failure leaves slots behind the positions written to, which nothing reads.

@@ -49,10 +49,7 @@ void kv_cache::allocate(ggml_context * ctx, ggml_backend_dev_t device, existence
     }
     if (how == imagined) {
         // A tensor with a buffer, even an empty one, is not the planner's to place.
-        buffers_.emplace_back(ggml_backend_buft_alloc_buffer(buft, 0));
-        for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-            t->buffer = buffers_.back().get();
-        }
+        buffers_.push_back(imagine(ctx, buft));
         return;
     }
     const std::string what = text("a KV cache of %d positions", max_seq_len());

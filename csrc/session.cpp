@@ -64,32 +64,33 @@ void session::init_kv_cache(int32_t max_seq_len) {
 // An operation that the reference lacks on a device stops it only where nothing else can do it; the flash path is not
 // worth having without ggml's flash attention beside the cache.
 attention_path session::choose_path(int32_t max_seq_len) {
-    const attention_path flash = asked_ == SLOWAR_ATTENTION_GGML ? attention_path::flash : attention_path::cpu;
-    for (const attention_path path : { flash, attention_path::reference }) {
-        if (path == attention_path::reference ? asked_ != SLOWAR_ATTENTION_AUTO && asked_ != SLOWAR_ATTENTION_REFERENCE
-                                              : asked_ == SLOWAR_ATTENTION_REFERENCE) {
-            continue;
-        }
-        if (w_->first_device() < 0) {
-            return path;
-        }
-        const kv_cache        cache = make_cache(path, max_seq_len, kv_cache::imagined);
-        const planned_graph & plan  = evaluator_.built({ { &cache, path, 0, 1, nullptr } }, output::full);
-        const auto            stops = [](const fallback & f) {
-            return f.is_stuck || f.op == "FLASH_ATTN_EXT";
-        };
-        const auto & all = plan.fallbacks();
-        const auto   it  = std::find_if(all.begin(), all.end(), stops);
+    std::vector<attention_path> paths;
+    if (asked_ != SLOWAR_ATTENTION_REFERENCE) {
+        paths.push_back(asked_ == SLOWAR_ATTENTION_GGML ? attention_path::flash : attention_path::cpu);
+    }
+    if (asked_ == SLOWAR_ATTENTION_AUTO || asked_ == SLOWAR_ATTENTION_REFERENCE) {
+        paths.push_back(attention_path::reference);
+    }
+    if (w_->first_device() < 0) {
+        return paths[0];
+    }
+    const auto stops = [](const fallback & f) {
+        return f.is_stuck || f.op == "FLASH_ATTN_EXT";
+    };
+    for (const attention_path path : paths) {
+        const kv_cache cache = make_cache(path, max_seq_len, kv_cache::imagined);
+        const auto &   all   = evaluator_.built({ { &cache, path, 0, 1, nullptr } }, output::full).fallbacks();
+        const auto     it    = std::find_if(all.begin(), all.end(), stops);
         if (it == all.end()) {
             return path;
         }
-        if (asked_ != SLOWAR_ATTENTION_AUTO || path == attention_path::reference) {
+        if (path == paths.back()) {
             fail(SLOWAR_DEVICE, "%s lacks %s for a cache of type %s%s", ggml_backend_dev_name(it->device),
                  it->op.c_str(), ggml_type_name(kv_type_),
                  path == attention_path::reference ? "" : "; attention \"reference\" may run there");
         }
     }
-    return attention_path::reference;
+    return paths.back();
 }
 
 void session::clear_kv_cache() {
@@ -225,7 +226,7 @@ slowar_session_state session::state() const {
         out.n_bytes_position = cache_->n_bytes_each();
         out.n_splits         = evaluator_.n_splits();
         out.n_fallbacks      = int32_t(evaluator_.fallbacks().size());
-        out.n_bytes_compute  = total(evaluator_.memory());
+        out.n_bytes_compute  = evaluator_.n_bytes();
     }
     return out;
 }

@@ -41,6 +41,8 @@ class session {
 
     const weights * model() const { return w_.get(); }
 
+    int32_t n_threads() const { return evaluator_.n_threads(); }
+
     const std::vector<int32_t> & extra_ids() const { return evaluator_.extra_ids(); }
 
     // What an evaluation of n_tokens at n_past computes, in order. Drops the graph that was ready.

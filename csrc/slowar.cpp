@@ -473,7 +473,7 @@ slowar_status slowar_eval_cached(slowar_session * session, const int32_t * token
         auto & s = owned(session).s;
         check_part(s.hyper());
         check_tokens(s.hyper(), tokens, n_tokens);
-        check_threads(n_threads, s.state().n_threads);
+        check_threads(n_threads, s.n_threads());
         s.eval_cached(s.task_for(tokens, n_tokens), output_for(which, hidden, logits), n_threads, hidden, logits);
     });
 }
@@ -498,7 +498,7 @@ slowar_status slowar_batch_get_state(const slowar_batch * batch, slowar_batch_st
     return guard(err, [&] {
         need(out, "out");
         const evaluator & e = owned(batch).e;
-        *out                = { e.n_threads(), e.n_planned(), total(e.memory()) };
+        *out                = { e.n_threads(), e.n_planned(), e.n_bytes() };
     });
 }
 

@@ -341,8 +341,8 @@ slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * 
                                 slowar_logits which, int32_t n_threads, float * hidden, float * logits,
                                 slowar_error * err);
 
-/* The same for a Fast-AR, whose tokens are single codes. With `hidden` [n_items][n_hidden] every session begins anew:
- * position 0 is its row, the codes come behind. logits [n_items][codebook_size] are of each last position. */
+/* The same for a Fast-AR, whose tokens are single codes. With `hidden` [n_items][n_hidden] every session begins anew,
+ * whatever comes of the call: position 0 is its row, the codes come behind. logits [n_items][codebook_size] are of each last position. */
 slowar_status slowar_eval_fast(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
                                const float * hidden, int32_t n_threads, float * logits, slowar_error * err);
 

@@ -177,12 +177,9 @@ void weights::want_projection() {
     }
 }
 
-// One buffer type, as many buffers as the device's limit on one needs; nullptr when there is nothing to put there.
+// One buffer type, as many buffers as the device's limit on one needs.
 static ggml_backend_buffer_ptr allocate(ggml_context * ctx, ggml_backend_buffer_type_t buft,
                                         ggml_backend_dev_t device) {
-    if (!ggml_get_first_tensor(ctx)) {
-        return nullptr;
-    }
     uint64_t n_bytes = 0;
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         n_bytes += ggml_nbytes(t);
@@ -193,20 +190,6 @@ static ggml_backend_buffer_ptr allocate(ggml_context * ctx, ggml_backend_buffer_
     if (!buffer) {
         fail(SLOWAR_MEMORY, "no memory for %.1f MiB of weights on %s: %s", double(n_bytes) / (1 << 20),
              ggml_backend_dev_name(device), log_since(mark).c_str());
-    }
-    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    return buffer;
-}
-
-// An empty buffer of that type for tensors that are only planned with.
-static ggml_backend_buffer_ptr imagine(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
-    if (!ggml_get_first_tensor(ctx)) {
-        return nullptr;
-    }
-    ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(buft, 0));
-    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-        t->buffer = buffer.get();
     }
     return buffer;
 }
@@ -265,10 +248,14 @@ void weights::load() {
     ggml_backend_buffer_ptr mapping(ggml_backend_cpu_buffer_from_ptr(base, f.size()));
     ggml_backend_buffer_set_usage(mapping.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     for (size_t i = is_loaded ? size_t(SLOWAR_PLACE_HOST) : 0; i < contexts.size(); i++) {
+        if (!ggml_get_first_tensor(contexts[i].get())) {
+            continue;
+        }
         const size_t             first  = size_t(SLOWAR_PLACE_DEVICE);
         const ggml_backend_dev_t device = i < first ? cpu_device() : devices[i - first];
         buffers.push_back(is_loaded ? allocate(contexts[i].get(), types[i], device)
                                     : imagine(contexts[i].get(), types[i]));
+        ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     for (const wanted & w : list) {
         if (is_loaded) {
