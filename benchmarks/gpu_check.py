@@ -23,7 +23,7 @@ import numpy.typing as npt
 from performance import cached_model
 
 import pyggml_slowar as slowar
-from pyggml_slowar import Model, Output, Session, bench, make_model
+from pyggml_slowar import Model, Output, Session, bench, device, make_model
 
 WEIGHTS = make_model.TYPES
 CACHES = ("f16", "bf16", "f32", "q8_0")
@@ -58,7 +58,7 @@ def main() -> None:
             for d in model.devices:
                 free, total = d.memory_free / 2**30, d.memory_total / 2**30
                 print(f"{d.backend} {d.name}: {d.description}, {free:.1f} of {total:.1f} GiB free")
-        print(bench.build(), end="\n\n")
+        print(device.build_info(), end="\n\n")
         table("weights | cache | path | error | splits | fallbacks", parity(opened, paths))
         table("layers | path | cache placed | error | splits", offload(opened, paths["q8_0"]))
     if options.full:

@@ -117,11 +117,6 @@ class Report:
         return asdict(self)
 
 
-def build() -> str:
-    """Ggml's version and commit, and the backends compiled in."""
-    return _native.text(_native.lib.slowar_build_info())
-
-
 def read_bandwidth(n_threads: int) -> float:
     """Bytes a second that ``n_threads`` threads read from memory together."""
     out = _native.ffi.new("double *")
@@ -165,7 +160,7 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
         "cpus": os.cpu_count(),
         "platform": platform.platform(),
         "threads": n_threads,
-        "build": build(),
+        "build": device.build_info(),
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "bandwidth_after_gb_per_s": after / 1e9,
         "load_before": os.getloadavg()[0],

@@ -9,10 +9,11 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +148,7 @@ class _Version(argparse.Action):
     """Looks at the backends only when it is asked."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        print(f"pyggml-slowar {__version__}, {bench.build()}")
+        print(f"pyggml-slowar {__version__}, {device.build_info()}")
         parser.exit()
 
 
@@ -261,7 +262,7 @@ def _info(options: argparse.Namespace) -> None:
             "device": model.device.name,
             "placement": [asdict(p) for p in placement],
             "n_gpu_layers": model.n_gpu_layers,
-            "build": bench.build(),
+            "build": device.build_info(),
             "config": asdict(c),
         }
     if options.json:
@@ -275,7 +276,7 @@ def _info(options: argparse.Namespace) -> None:
     for p in placement:
         note = f" ({p.note})" if p.note else ""
         print(f"    {p.what:14} {p.device:10} {p.nbytes / _MIB:10.1f} MiB{note}")
-    print(f"  build      {bench.build()}")
+    print(f"  build      {device.build_info()}")
     for key, value in asdict(c).items():
         print(f"  {key:26} {value}")
 
@@ -297,7 +298,7 @@ def _devices(options: argparse.Namespace) -> None:
         free, total = d.memory_free / _MIB, d.memory_total / _MIB
         print(f"{_named(d)}: {d.type}, {free:.0f} of {total:.0f} MiB free")
     print(f"default threads: {device.default_threads()}")
-    print(bench.build())
+    print(device.build_info())
 
 
 def _serve_device(options: argparse.Namespace) -> None:
@@ -337,60 +338,65 @@ def _make_model(options: argparse.Namespace) -> None:
     print(f"{options.out}: {options.out.stat().st_size / _MIB:.1f} MiB")
 
 
+@contextmanager
+def _appearing_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there once the block has ended well.
+
+    Opened before the work, so that a wrong path costs nothing.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        try:
+            yield file
+            file.close()
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def _eval(options: argparse.Namespace) -> None:
     prompt = _load(options.prompt)
     frames = _load(options.steps) if options.steps else np.empty((len(prompt), 0), prompt.dtype)
-    partial = options.out.with_name(options.out.name + ".partial")
-    # Opened before the work, so that a wrong path costs nothing.
-    with partial.open("wb") as file:
-        try:
-            outputs = _run(options, prompt, frames)
-            np.savez(
-                file,
-                hidden=np.stack([o.hidden for o in outputs]),
-                logits=np.stack([o.logits for o in outputs]),
-                ids=outputs[0].ids,
-            )
-            file.close()
-            partial.replace(options.out)
-        finally:
-            partial.unlink(missing_ok=True)
+    with _appearing_whole(options.out) as file:
+        outputs = _run(options, prompt, frames)
+        np.savez(
+            file,
+            hidden=np.stack([o.hidden for o in outputs]),
+            logits=np.stack([o.logits for o in outputs]),
+            ids=outputs[0].ids,
+        )
 
 
 def _generate(options: argparse.Namespace) -> None:
     prompt = _load(options.prompt)
-    partial = options.out.with_name(options.out.name + ".partial")
-    # Opened before the work, so that a wrong path costs nothing.
-    with partial.open("wb") as file:
-        try:
-            with _open(options) as model, tqdm(unit="frame", desc="frames") as bar:
+    with (
+        _appearing_whole(options.out) as file,
+        _open(options) as model,
+        tqdm(unit="frame", desc="frames") as bar,
+    ):
 
-                def progress(done: int, _: int) -> None:
-                    bar.set_postfix_str(f"{done / FRAMES_PER_SECOND:.1f} s of audio", refresh=False)
-                    bar.update()
+        def progress(done: int, _: int) -> None:
+            bar.set_postfix_str(f"{done / FRAMES_PER_SECOND:.1f} s of audio", refresh=False)
+            bar.update()
 
-                start = time.perf_counter()
-                made = generate(
-                    model,
-                    prompt,
-                    max_frames=options.max_frames,
-                    min_frames=options.min_frames,
-                    temperature=options.temperature,
-                    top_p=options.top_p,
-                    top_k=options.top_k,
-                    seed=options.seed,
-                    im_end_id=options.im_end_id,
-                    progress=progress,
-                    on_interrupt="return",
-                    kv_type=options.kv_type,
-                    n_threads=options.threads,
-                )
-                seconds = time.perf_counter() - start
-            np.save(file, made.codes)
-            file.close()
-            partial.replace(options.out)
-        finally:
-            partial.unlink(missing_ok=True)
+        start = time.perf_counter()
+        made = generate(
+            model,
+            prompt,
+            max_frames=options.max_frames,
+            min_frames=options.min_frames,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed,
+            im_end_id=options.im_end_id,
+            progress=progress,
+            on_interrupt="return",
+            kv_type=options.kv_type,
+            n_threads=options.threads,
+        )
+        seconds = time.perf_counter() - start
+        np.save(file, made.codes)
     n = made.codes.shape[1]
     t = made.timings
     print(f"{options.out}: {n} frames, {n / FRAMES_PER_SECOND:.1f} s of audio, {made.finished}")

@@ -49,6 +49,11 @@ class Device:
         return self.type in ("gpu", "igpu")
 
 
+def build_info() -> str:
+    """Version and commit of ggml, the level of the CPU code, the backends compiled in."""
+    return text(lib.slowar_build_info())
+
+
 def devices(servers: Sequence[str] = ()) -> list[Device]:
     """All devices of the compiled-in backends, in ggml's order; the CPU is always among them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ._arrays import as_int
 from ._native import Closing, Handle, call, ffi, lib
 from ._threads import Threads
 from .device import default_threads
+from .model import config_of, info_of, weight_bytes
 from .session import MAX_THREADS, session_params
 
 if TYPE_CHECKING:
@@ -84,14 +85,8 @@ class FastAR(Closing):
             places = {t.name: len(way.devices) - 1 for t in way.look({})}
         self._model = way.open(places, load=True)
         pointer = self._model._pointer
-        config = ffi.new("slowar_config *")
-        call(lib.slowar_model_config, pointer, config)
-        self.config = FastConfig(**{f.name: getattr(config, f.name) for f in fields(FastConfig)})
-        info = ffi.new("slowar_model_info *")
-        call(lib.slowar_model_get_info, pointer, info)
-        self.nbytes: int = (
-            info.n_bytes_mapped + info.n_bytes_host + info.n_bytes_repacked + info.n_bytes_device
-        )
+        self.config = config_of(pointer, FastConfig)
+        self.nbytes = weight_bytes(info_of(pointer))
         """Bytes of weights."""
         self._n_codes = model.config.n_codebook
         if self.config.n_ctx < self._n_codes:

@@ -79,6 +79,7 @@ class Generation:
 class _Voice:
     """One generation under way."""
 
+    prompt: npt.ArrayLike
     session: Session
     sampler: Sampler
     frames: list[Frame] = field(default_factory=list)
@@ -108,13 +109,15 @@ class _Loop:
         self.voices = list(voices)
         self.timings = Timings()
 
-    def frames(self, outputs: Sequence[Output]) -> Iterator[list[tuple[int, Frame]]]:
-        """Each round's new frames, with the place of their voice.
-
-        ``outputs`` are those of the prompts.
-        """
-        running = dict(enumerate(outputs))
-        while running:
+    def rounds(
+        self, cancel: Event | None, cache: PrefixCache | None
+    ) -> Iterator[list[tuple[int, Frame]]]:
+        """Each round's new frames, with the place of their voice, until all have ended."""
+        going = list(range(len(self.voices)))
+        first = True
+        while going and not (cancel is not None and cancel.is_set()):
+            running = self._prefill(cache) if first else self._steps(going)
+            first = False
             tokens = self._tokens(running)
             if not tokens:
                 return
@@ -127,7 +130,13 @@ class _Loop:
                 if len(self.voices[i].frames) == self._max_frames:
                     self.voices[i].finished = "length"
             yield new
-            running = self._steps([i for i in tokens if self.voices[i].finished is None])
+            going = [i for i in tokens if self.voices[i].finished is None]
+
+    def _prefill(self, cache: PrefixCache | None) -> dict[int, Output]:
+        start = time.perf_counter()
+        outputs = [voice.session.prefill(voice.prompt, cache=cache) for voice in self.voices]
+        self.timings.prefill += time.perf_counter() - start
+        return dict(enumerate(outputs))
 
     def _tokens(self, running: dict[int, Output]) -> dict[int, int]:
         start = time.perf_counter()
@@ -160,10 +169,11 @@ class _Loop:
         self.timings.fast_ar += time.perf_counter() - start - sampling
         return made
 
+    def results(self) -> list[Generation]:
+        return [voice.result(self.timings) for voice in self.voices]
+
     def _steps(self, which: list[int]) -> dict[int, Output]:
         """The Slow-AR's next position of these voices."""
-        if not which:
-            return {}
         start = time.perf_counter()
         last = [self.voices[i].frames[-1] for i in which]
         rows = np.array([[f.token, *f.codes] for f in last], np.int32)
@@ -232,7 +242,6 @@ def generate(
     """
     if on_interrupt not in ("raise", "return"):
         raise ValueError(f"on_interrupt is {on_interrupt!r}, expected 'raise' or 'return'")
-    max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
     sampler = Sampler(
         model.config,
         temperature=temperature,
@@ -242,11 +251,9 @@ def generate(
         min_frames=min_frames,
         im_end_id=im_end_id,
     )
-    with _opened(model, [prompt], [sampler], max_frames, session) as voices:
-        loop = _Loop(model, voices, max_frames)
+    with _opened(model, [prompt], [sampler], max_frames, session) as loop:
         try:
-            outputs = _prefill(loop, [prompt], prefix_cache)
-            for (_, frame), *_ in _uncancelled(loop.frames(outputs), cancel):
+            for (_, frame), *_ in loop.rounds(cancel, prefix_cache):
                 if on_frame is not None:
                     on_frame(frame)
                 if progress is not None:
@@ -254,25 +261,27 @@ def generate(
         except KeyboardInterrupt:
             if on_interrupt == "raise":
                 raise
-        return voices[0].result(loop.timings)
+        return loop.results()[0]
 
 
-def stream(model: Model, prompt: npt.ArrayLike, **options: Any) -> Iterator[Frame]:
-    """The frames of ``generate`` as they are made; its options but ``on_frame`` and ``progress``.
+def stream(
+    model: Model,
+    prompt: npt.ArrayLike,
+    *,
+    max_frames: int,
+    cancel: Event | None = None,
+    prefix_cache: PrefixCache | None = None,
+    **options: Any,
+) -> Iterator[Frame]:
+    """The frames of ``generate`` as they are made, with its options.
 
     What is wrong with the arguments is raised at the first frame. Closing the iterator gives the
     cache back.
     """
-    max_frames = as_int("max_frames", options.pop("max_frames"), 1, MAX_POSITIONS)
-    cancel = options.pop("cancel", None)
-    prefix_cache = options.pop("prefix_cache", None)
-    names = ("temperature", "top_p", "top_k", "seed", "min_frames", "im_end_id")
-    sampler = Sampler(model.config, **{k: options.pop(k) for k in names if k in options})
-    with _opened(model, [prompt], [sampler], max_frames, options) as voices:
-        loop = _Loop(model, voices, max_frames)
-        for (_, frame), *_ in _uncancelled(
-            loop.frames(_prefill(loop, [prompt], prefix_cache)), cancel
-        ):
+    sampling, session = _divided(options)
+    sampler = Sampler(model.config, **sampling)
+    with _opened(model, [prompt], [sampler], max_frames, session) as loop:
+        for (_, frame), *_ in loop.rounds(cancel, prefix_cache):
             yield frame
 
 
@@ -282,15 +291,10 @@ def generate_batch(
     *,
     max_frames: int,
     seeds: Sequence[int | None] | None = None,
-    temperature: float = 0.8,
-    top_p: float = 0.8,
-    top_k: int = 30,
-    min_frames: int = 0,
-    im_end_id: int = IM_END_ID,
     on_frame: Callable[[int, Frame], object] | None = None,
     cancel: Event | None = None,
     prefix_cache: PrefixCache | None = None,
-    **session: Any,
+    **options: Any,
 ) -> list[Generation]:
     """``generate`` for 1 to 128 prompts at once: every weight is read once for all.
 
@@ -303,31 +307,29 @@ def generate_batch(
         One for each prompt; None: drawn.
     on_frame
         Called with (place of the prompt, frame).
+    options
+        As ``generate`` has them: of the sampler, but for ``seed``, and of the sessions.
     """
-    max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
     given = [None] * len(prompts) if seeds is None else list(seeds)
     if len(given) != len(prompts):
         raise ValueError(f"{len(given)} seeds for {len(prompts)} prompts")
-    samplers = [
-        Sampler(
-            model.config,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            min_frames=min_frames,
-            im_end_id=im_end_id,
-        )
-        for seed in given
-    ]
-    with _opened(model, prompts, samplers, max_frames, session) as voices:
-        loop = _Loop(model, voices, max_frames)
-        outputs = _prefill(loop, prompts, prefix_cache)
-        for new in _uncancelled(loop.frames(outputs), cancel):
+    sampling, session = _divided(options)
+    samplers = [Sampler(model.config, seed=seed, **sampling) for seed in given]
+    with _opened(model, prompts, samplers, max_frames, session) as loop:
+        for new in loop.rounds(cancel, prefix_cache):
             for i, frame in new:
                 if on_frame is not None:
                     on_frame(i, frame)
-        return [voice.result(loop.timings) for voice in voices]
+        return loop.results()
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "seed", "min_frames", "im_end_id")
+
+
+def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the sampler, and those of the session."""
+    sampling = {name: options[name] for name in _SAMPLING if name in options}
+    return sampling, {k: v for k, v in options.items() if k not in sampling}
 
 
 @contextmanager
@@ -337,8 +339,9 @@ def _opened(
     samplers: Sequence[Sampler],
     max_frames: int,
     options: dict[str, Any],
-) -> Iterator[list[_Voice]]:
+) -> Iterator[_Loop]:
     """A voice for each prompt, whose sessions are closed at the end of the block."""
+    max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
     n_ctx = model.config.n_ctx
     with ExitStack() as stack:
         voices = []
@@ -352,27 +355,5 @@ def _opened(
             session = model.session(
                 n + max_frames, logits="semantic", extra_ids=(sampler.im_end_id,), **options
             )
-            voices.append(_Voice(stack.enter_context(session), sampler))
-        yield voices
-
-
-def _prefill(
-    loop: _Loop, prompts: Sequence[npt.ArrayLike], cache: PrefixCache | None
-) -> list[Output]:
-    start = time.perf_counter()
-    outputs = [
-        voice.session.prefill(prompt, cache=cache)
-        for voice, prompt in zip(loop.voices, prompts, strict=True)
-    ]
-    loop.timings.prefill += time.perf_counter() - start
-    return outputs
-
-
-def _uncancelled(
-    rounds: Iterator[list[tuple[int, Frame]]], cancel: Event | None
-) -> Iterator[list[tuple[int, Frame]]]:
-    while cancel is None or not cancel.is_set():
-        new = next(rounds, None)
-        if new is None:
-            return
-        yield new
+            voices.append(_Voice(prompt, stack.enter_context(session), sampler))
+        yield _Loop(model, voices, max_frames)

@@ -7,7 +7,7 @@ import threading
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ._batch import Item
     from .fast_ar import FastAR
     from .session import Logits, Output
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,6 @@ class Model(Closing):
         self.devices = [_device.device_at(i) for i in chosen]
         """What the layers are split between, or the CPU."""
         self.device = self.devices[0]
-        self.is_loaded = load
         self._file_state = saved.state_of(self.path)
         way = _Opening(self.path, chosen if self.device.is_gpu else [], mmap, repack)
         self._way = way
@@ -205,15 +207,9 @@ class Model(Closing):
             raise (self._suggesting(error) if self.n_gpu_layers > 0 else error) from None
         pointer = self._handle._pointer
 
-        config = ffi.new("slowar_config *")
-        call(lib.slowar_model_config, pointer, config)
-        self.config = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
-
-        info = ffi.new("slowar_model_info *")
-        call(lib.slowar_model_get_info, pointer, info)
-        self.nbytes: int = (
-            info.n_bytes_mapped + info.n_bytes_host + info.n_bytes_repacked + info.n_bytes_device
-        )
+        self.config = config_of(pointer, Config)
+        info = info_of(pointer)
+        self.nbytes = weight_bytes(info)
         """Bytes of weights, wherever they are."""
         self.n_params: int = info.n_params
         self._n_tensors: int = info.n_tensors
@@ -222,8 +218,9 @@ class Model(Closing):
         self._batches: dict[tuple[int, bool, tuple[int, ...]], Batch] = {}
         self._fingerprint: bytes | None = None
         self._fast: FastAR | None = None
+        tensors = self.tensors() if self._names else []
         self._device_bytes = [
-            sum(t.nbytes for t in self.tensors() if t.device == name) for name in self._names
+            sum(t.nbytes for t in tensors if t.device == name) for name in self._names
         ]
         if n_gpu_layers > self.n_gpu_layers:
             why = (
@@ -252,10 +249,12 @@ class Model(Closing):
             return overridden(places, rules, names)
 
         # ggml cannot ask a server what it is able to do, and rows of a table are cheap to send.
-        places = placed(tables=self.device.backend != "RPC")
-        if any(t.note for t in way.look(places) if t.name in TABLES):
-            places = placed(tables=False)  # both or none: apart, they cost a look-up on each side
-        return places
+        if self.device.backend != "RPC":
+            places = placed(tables=True)
+            # Both tables or none: apart, they cost a look-up on each side.
+            if not any(t.note for t in way.look(places) if t.name in TABLES):
+                return places
+        return placed(tables=False)
 
     def _suggesting(
         self, error: errors.DeviceMemoryError, kv: int = 0, compute: int = 0
@@ -624,6 +623,25 @@ class Model(Closing):
         return f"<Model {self.path!r}: {self.config.n_layer} layers, {state}>"
 
 
+def config_of(pointer: Any, kind: type[T]) -> T:
+    """The hyper-parameters that the dataclass ``kind`` names."""
+    config = ffi.new("slowar_config *")
+    call(lib.slowar_model_config, pointer, config)
+    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})  # type: ignore[arg-type]
+
+
+def info_of(pointer: Any) -> Any:
+    """The ``slowar_model_info``."""
+    info = ffi.new("slowar_model_info *")
+    call(lib.slowar_model_get_info, pointer, info)
+    return info
+
+
+def weight_bytes(info: Any) -> int:
+    places = (info.n_bytes_mapped, info.n_bytes_host, info.n_bytes_repacked, info.n_bytes_device)
+    return sum(places)
+
+
 def _bytes(taken: Any, n_sessions: int) -> Bytes:
     return Bytes(n_sessions * taken.host, n_sessions * sum(taken.device))
 
@@ -660,10 +678,9 @@ class _Opening:
     def look(self, places: Mapping[str, int]) -> list[TensorInfo]:
         """The tensors, where they would be."""
         handle = self.open(places, load=False)
-        info = ffi.new("slowar_model_info *")
-        call(lib.slowar_model_get_info, handle._pointer, info)
         names = [""] * len(self.devices)
-        tensors = [_tensor(handle._pointer, i, names) for i in range(info.n_tensors)]
+        n = info_of(handle._pointer).n_tensors
+        tensors = [_tensor(handle._pointer, i, names) for i in range(n)]
         handle.close()
         return tensors
 
