@@ -7,7 +7,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import psutil
 import pytest
 from conftest import SMALL, make_prompt
-from test_parity import GOLDEN
+from test_parity import GOLDEN, relative_error
 
 import pyggml_slowar as slowar
 from pyggml_slowar.make_model import fast_shape, make_model
@@ -37,19 +36,6 @@ BOUNDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("generation") / "small.gguf"
-    make_model(path, SMALL, seed=3)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(path: Path) -> Iterator[slowar.Model]:
-    with slowar.Model(path, backend="cpu") as model:
-        yield model
-
-
 def run(model: slowar.Model, seed: int = 0, **options: Any) -> slowar.Generation:
     settings: dict[str, Any] = {
         "max_frames": 30,
@@ -58,10 +44,6 @@ def run(model: slowar.Model, seed: int = 0, **options: Any) -> slowar.Generation
         "n_threads": 1,
     }
     return slowar.generate(model, PROMPT, seed=seed, **(settings | options))
-
-
-def relative_error(seen: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    return float(np.linalg.norm(seen - expected) / np.linalg.norm(expected))
 
 
 # ---- the Fast-AR
@@ -130,7 +112,7 @@ def test_cached_is_recomputed(traits: str, tmp_path: Path) -> None:
                 assert relative_error(logits, expected) <= 3e-6  # float32 over two layers
 
 
-def test_frames_together_are_frames_alone(model: slowar.Model) -> None:
+def test_frames_together_are_frames_alone(other: slowar.Model) -> None:
     """Groups that grow and shrink; each row beside its neighbours as by itself."""
     rng = np.random.default_rng(1)
     for n in (1, 3, 8, 2):
@@ -142,10 +124,10 @@ def test_frames_together_are_frames_alone(model: slowar.Model) -> None:
             together[codebook] = logits.copy()  # noqa: B023  called in this round alone
             return codes[:, codebook]  # noqa: B023
 
-        made = model.fast_ar().frames(hidden, codes[:, 0], choose)
+        made = other.fast_ar().frames(hidden, codes[:, 0], choose)
         np.testing.assert_array_equal(made, codes)
         for i in range(n):
-            alone = fast_logits(model.fast_ar(), hidden[i], codes[i].tolist())
+            alone = fast_logits(other.fast_ar(), hidden[i], codes[i].tolist())
             for codebook, logits in together.items():
                 assert relative_error(logits[i], alone[codebook]) <= 1e-6
 
@@ -174,15 +156,15 @@ def test_a_file_without_a_fast_ar(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.sanitize
-def test_bad_frames(model: slowar.Model, hidden: Any, first: Any, chosen: Any, says: str) -> None:
+def test_bad_frames(other: slowar.Model, hidden: Any, first: Any, chosen: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        model.fast_ar().frames(hidden, first, lambda *_: chosen)
-    codes = model.fast_ar().frames(np.zeros((1, 64)), [3], lambda *_: [5])
+        other.fast_ar().frames(hidden, first, lambda *_: chosen)
+    codes = other.fast_ar().frames(np.zeros((1, 64)), [3], lambda *_: [5])
     assert codes.tolist() == [[3] + [5] * 9]
 
 
-def test_a_fast_ar_is_opened_once_and_closed_with_its_model(path: Path) -> None:
-    model = slowar.Model(path, backend="cpu")
+def test_a_fast_ar_is_opened_once_and_closed_with_its_model(other: slowar.Model) -> None:
+    model = slowar.Model(other.path, backend="cpu")
     fast = model.fast_ar()
     assert model.fast_ar() is fast
     model.close()
@@ -197,8 +179,9 @@ def test_a_fast_ar_is_opened_once_and_closed_with_its_model(path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("traits", ["tied", "projected"])
-def test_free_running(traits: str, seed: int, path: Path, tmp_path: Path) -> None:
+def test_free_running(traits: str, seed: int, other: slowar.Model, tmp_path: Path) -> None:
     """50 frames with the uniforms of docs/generation.md: the codes of a loop in doubles."""
+    path = Path(other.path)
     if traits == "projected":
         path = tmp_path / "projected.gguf"
         config = dataclasses.replace(SMALL, tie_word_embeddings=False, norm_fastlayer_input=False)
@@ -227,11 +210,11 @@ def long(model: slowar.Model, seed: int, **options: Any) -> slowar.Generation:
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_batch_gives_what_each_gives_alone(model: slowar.Model, n: int) -> None:
-    alone = [long(model, seed).codes for seed in range(n)]
+def test_a_batch_gives_what_each_gives_alone(other: slowar.Model, n: int) -> None:
+    alone = [long(other, seed).codes for seed in range(n)]
     seen: list[tuple[int, int]] = []
     together = slowar.generate_batch(
-        model,
+        other,
         [PROMPT] * n,
         max_frames=30,
         min_frames=30,
@@ -241,39 +224,39 @@ def test_a_batch_gives_what_each_gives_alone(model: slowar.Model, n: int) -> Non
         n_threads=1,
         on_frame=lambda i, frame: seen.append((i, frame.number)),
     )
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(other.codes, one)
+    for one, beside in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(beside.codes, one)
     assert seen == [(i, number) for number in range(30) for i in range(n)]
 
 
-def test_voices_of_a_batch_end_apart(model: slowar.Model) -> None:
-    alone = [run(model, seed) for seed in range(6)]
+def test_voices_of_a_batch_end_apart(other: slowar.Model) -> None:
+    alone = [run(other, seed) for seed in range(6)]
     together = slowar.generate_batch(
-        model, [PROMPT] * 6, max_frames=30, seeds=range(6), im_end_id=END, kv_type="f32"
+        other, [PROMPT] * 6, max_frames=30, seeds=range(6), im_end_id=END, kv_type="f32"
     )
     assert len({g.codes.shape[1] for g in alone}) > 2
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(other.codes, one.codes)
-        assert (other.finished, other.seed) == (one.finished, one.seed)
+    for one, beside in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(beside.codes, one.codes)
+        assert (beside.finished, beside.seed) == (one.finished, one.seed)
 
 
-def test_a_seed_is_all_that_matters(model: slowar.Model) -> None:
+def test_a_seed_is_all_that_matters(other: slowar.Model) -> None:
     """Threads, a prompt in pieces, a prefix cache: the same codes; another seed: others."""
-    expected = long(model, 5).codes
-    cache = model.prefix_cache(2**24)
+    expected = long(other, 5).codes
+    cache = other.prefix_cache(2**24)
     for options in ({"n_threads": 2}, {"prefix_cache": cache}, {"prefix_cache": cache}):
-        np.testing.assert_array_equal(long(model, 5, **options).codes, expected)
+        np.testing.assert_array_equal(long(other, 5, **options).codes, expected)
     assert cache.stats.hits > 0
-    assert not np.array_equal(long(model, 6).codes, expected)
-    drawn = [run(model, None) for _ in range(2)]  # type: ignore[arg-type]
+    assert not np.array_equal(long(other, 6).codes, expected)
+    drawn = [run(other, None) for _ in range(2)]  # type: ignore[arg-type]
     assert drawn[0].seed != drawn[1].seed
-    np.testing.assert_array_equal(run(model, drawn[0].seed).codes, drawn[0].codes)
+    np.testing.assert_array_equal(run(other, drawn[0].seed).codes, drawn[0].codes)
 
 
-def test_stream(model: slowar.Model) -> None:
-    expected = long(model, 3)
+def test_stream(other: slowar.Model) -> None:
+    expected = long(other, 3)
     frames = slowar.stream(
-        model, PROMPT, max_frames=30, min_frames=30, seed=3, im_end_id=END, kv_type="f32"
+        other, PROMPT, max_frames=30, min_frames=30, seed=3, im_end_id=END, kv_type="f32"
     )
     first = next(frames)
     assert (first.number, first.token) == (0, expected.tokens[0])
@@ -281,16 +264,16 @@ def test_stream(model: slowar.Model) -> None:
     np.testing.assert_array_equal(codes, expected.codes)
 
 
-def test_temperature_0_is_the_largest_logit(model: slowar.Model) -> None:
-    one, other = (long(model, seed, temperature=0).codes for seed in (1, 2))
-    np.testing.assert_array_equal(one, other)
+def test_temperature_0_is_the_largest_logit(other: slowar.Model) -> None:
+    one, another = (long(other, seed, temperature=0).codes for seed in (1, 2))
+    np.testing.assert_array_equal(one, another)
     assert one.shape == (10, 30)
 
 
-def test_progress_and_timings(model: slowar.Model) -> None:
+def test_progress_and_timings(other: slowar.Model) -> None:
     seen: list[Any] = []
     found = long(
-        model,
+        other,
         1,
         progress=lambda *at: seen.append(at),
         on_frame=lambda frame: seen.append(frame.number),
@@ -303,7 +286,7 @@ def test_progress_and_timings(model: slowar.Model) -> None:
 # ---- ends
 
 
-def test_cancel_within_one_frame(model: slowar.Model) -> None:
+def test_cancel_within_one_frame(other: slowar.Model) -> None:
     cancel = threading.Event()
     made = []
 
@@ -312,15 +295,15 @@ def test_cancel_within_one_frame(model: slowar.Model) -> None:
         if frame.number == 4:
             cancel.set()
 
-    found = long(model, 1, on_frame=on_frame, cancel=cancel)
+    found = long(other, 1, on_frame=on_frame, cancel=cancel)
     assert (found.finished, found.codes.shape) == ("cancelled", (10, 5))
     assert made == [0, 1, 2, 3, 4]
-    np.testing.assert_array_equal(found.codes, long(model, 1).codes[:, :5])
-    again = long(model, 1, cancel=cancel)
+    np.testing.assert_array_equal(found.codes, long(other, 1).codes[:, :5])
+    again = long(other, 1, cancel=cancel)
     assert (again.finished, again.codes.shape) == ("cancelled", (10, 0))
 
 
-def test_cancel_from_another_thread(model: slowar.Model) -> None:
+def test_cancel_from_another_thread(other: slowar.Model) -> None:
     cancel = threading.Event()
     made = 0
 
@@ -331,31 +314,31 @@ def test_cancel_from_another_thread(model: slowar.Model) -> None:
             threading.Thread(target=cancel.set).start()
             assert cancel.wait(10)
 
-    assert long(model, 1, on_frame=on_frame, cancel=cancel).codes.shape == (10, 3)
+    assert long(other, 1, on_frame=on_frame, cancel=cancel).codes.shape == (10, 3)
     assert made == 3
 
 
 @pytest.mark.parametrize("way", ["raise", "return"])
-def test_ctrl_c(model: slowar.Model, way: Any) -> None:
+def test_ctrl_c(other: slowar.Model, way: Any) -> None:
     def on_frame(frame: slowar.Frame) -> None:
         if frame.number == 2:
             signal.raise_signal(signal.SIGINT)
 
     if way == "raise":
         with pytest.raises(KeyboardInterrupt):
-            long(model, 1, on_frame=on_frame)
+            long(other, 1, on_frame=on_frame)
     else:
-        found = long(model, 1, on_frame=on_frame, on_interrupt="return")
+        found = long(other, 1, on_frame=on_frame, on_interrupt="return")
         assert (found.finished, found.codes.shape) == ("cancelled", (10, 3))
-    assert long(model, 1).codes.shape == (10, 30)
+    assert long(other, 1).codes.shape == (10, 30)
 
 
-def test_what_a_callback_raises_comes_out(model: slowar.Model) -> None:
+def test_what_a_callback_raises_comes_out(other: slowar.Model) -> None:
     def on_frame(frame: slowar.Frame) -> None:
         raise LookupError("no room")
 
     with pytest.raises(LookupError, match="no room"):
-        long(model, 1, on_frame=on_frame)
+        long(other, 1, on_frame=on_frame)
 
 
 @pytest.mark.parametrize(
@@ -377,19 +360,19 @@ def test_what_a_callback_raises_comes_out(model: slowar.Model) -> None:
     ],
 )
 def test_bad_values(
-    model: slowar.Model, options: dict[str, Any], kind: type[Exception], says: str
+    other: slowar.Model, options: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
-        run(model, **options)
-    assert run(model, max_frames=236).codes.shape[0] == 10
+        run(other, **options)
+    assert run(other, max_frames=236).codes.shape[0] == 10
 
 
-def test_many_generations_leave_nothing(model: slowar.Model) -> None:
+def test_many_generations_leave_nothing(other: slowar.Model) -> None:
     process = psutil.Process()
 
     def rounds(n: int) -> float:
         for seed in range(n):
-            run(model, seed, max_frames=3)
+            run(other, seed, max_frames=3)
         return float(process.memory_info().rss) / 2**20
 
     before = rounds(50)
@@ -397,13 +380,13 @@ def test_many_generations_leave_nothing(model: slowar.Model) -> None:
     assert after - before < 4  # MiB; a cache is 0.1, 500 of them 50
 
 
-def test_one_after_the_other_from_threads(model: slowar.Model) -> None:
+def test_one_after_the_other_from_threads(other: slowar.Model) -> None:
     """One Fast-AR serves four generations in four threads: the codes of each alone."""
-    expected = [long(model, seed).codes for seed in range(4)]
+    expected = [long(other, seed).codes for seed in range(4)]
     found: dict[int, npt.NDArray[np.int32]] = {}
 
     def work(seed: int) -> None:
-        found[seed] = long(model, seed).codes
+        found[seed] = long(other, seed).codes
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -127,34 +128,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_loop(model: Path) -> None:
     """Fed with its own choices, teacher forcing chooses them again, whatever comes later; another
     seed chooses otherwise."""
-    prompt = make_prompt(SMALL, 6)
-    codes = generate(
-        model,
-        prompt,
-        max_frames=4,
-        im_end_id=5,
-        uniforms=philox_uniforms(1),
-        settings=Settings(min_frames=4),
+    settings = Settings(min_frames=4)
+    run = partial(
+        generate, model, make_prompt(SMALL, 6), max_frames=4, im_end_id=5, settings=settings
     )
+    codes = run(uniforms=philox_uniforms(1))
     assert codes.shape == (10, 4)
-    again = generate(
-        model,
-        prompt,
-        max_frames=4,
-        im_end_id=5,
-        uniforms=philox_uniforms(1),
-        settings=Settings(min_frames=4),
-        forced=codes,
-    )
+    again = run(uniforms=philox_uniforms(1), forced=codes)
     np.testing.assert_array_equal(again, codes)
-    other = generate(
-        model,
-        prompt,
-        max_frames=4,
-        im_end_id=5,
-        uniforms=philox_uniforms(2),
-        settings=Settings(min_frames=4),
-    )
+    other = run(uniforms=philox_uniforms(2))
     assert (other != codes).mean() > 0.5
 
 
