@@ -61,8 +61,6 @@ class FastAR(Closing):
     ----------
     model
         An open model; the Fast-AR goes where its last layer is.
-    n_threads
-        CPU threads, 1 to 512; None: ``default_threads()``, and fewer while the machine is shared.
 
     Raises
     ------
@@ -74,11 +72,8 @@ class FastAR(Closing):
         The weights do not fit.
     """
 
-    def __init__(self, model: Model, *, n_threads: int | None = None) -> None:
+    def __init__(self, model: Model) -> None:
         model._handle.check()
-        adapt = n_threads is None
-        n_threads = default_threads() if n_threads is None else n_threads
-        self._threads = Threads(as_int("n_threads", n_threads, 1, MAX_THREADS), adapt=adapt)
         way = replace(model._way, part=_FAST)
         places: dict[str, int] = {}
         if model.n_gpu_layers == model.config.n_layer and way.devices:
@@ -94,12 +89,19 @@ class FastAR(Closing):
                 f"{model.path}: key fish_speech.fast_context_length is {self.config.n_ctx}, "
                 f"expected {self._n_codes} or more: a position for each codebook"
             )
-        out = ffi.new("slowar_batch **")
-        call(lib.slowar_batch_open, out, pointer, n_threads, ffi.NULL, 0)
-        self._handle = Handle(out[0], lib.slowar_batch_close, "Fast-AR")
+        self._adapting = Threads(default_threads(), adapt=True)
+        self._handle = self._evaluator(self._adapting.n)
+        self._fixed: tuple[Handle, Threads] | None = None
         self._sessions: list[Handle] = []
 
-    def frames(self, hidden: npt.ArrayLike, first: npt.ArrayLike, choose: Choose) -> Codes:
+    def frames(
+        self,
+        hidden: npt.ArrayLike,
+        first: npt.ArrayLike,
+        choose: Choose,
+        *,
+        n_threads: int | None = None,
+    ) -> Codes:
         """The codes of n frames, codebook after codebook, each chosen before the next is asked for.
 
         Parameters
@@ -111,6 +113,9 @@ class FastAR(Closing):
             ``semantic_begin_id``.
         choose
             Called with (codebook, logits (n, codebook_size)) for codebooks 1, 2, ... in turn.
+        n_threads
+            CPU threads, 1 to 512; None: ``default_threads()``, and fewer while the machine is
+            shared.
 
         Returns
         -------
@@ -133,13 +138,19 @@ class FastAR(Closing):
         codes = np.empty((n, self._n_codes), np.int32)
         codes[:, 0] = self._checked(0, first, n)
 
+        if n_threads is not None:
+            n_threads = as_int("n_threads", n_threads, 1, MAX_THREADS)
+
         def make(pointer: Any) -> Codes:
+            threads = self._adapting
+            if n_threads is not None:
+                pointer, threads = self._with_threads(n_threads)
             sessions = self._caches(n)
-            logits = self._evaluate(pointer, sessions, codes[:, 0], vectors)
+            logits = self._evaluate(pointer, threads, sessions, codes[:, 0], vectors)
             for codebook in range(1, self._n_codes):
                 codes[:, codebook] = self._checked(codebook, choose(codebook, logits), n)
                 if codebook + 1 < self._n_codes:
-                    logits = self._evaluate(pointer, sessions, codes[:, codebook])
+                    logits = self._evaluate(pointer, threads, sessions, codes[:, codebook])
             return codes
 
         return self._handle.run(make)
@@ -147,6 +158,7 @@ class FastAR(Closing):
     def _evaluate(
         self,
         pointer: Any,
+        threads: Threads,
         sessions: list[Handle],
         codes: Codes,
         hidden: npt.NDArray[np.float32] | None = None,
@@ -160,18 +172,32 @@ class FastAR(Closing):
             items[i].tokens = base + i
             items[i].n_tokens = 1
         logits = np.empty((n, self.config.codebook_size), np.float32)
-        mark = self._threads.before()
+        mark = threads.before()
         call(
             lib.slowar_eval_fast,
             pointer,
             items,
             n,
             ffi.NULL if hidden is None else ffi.from_buffer("float[]", hidden),
-            self._threads.n,
+            threads.n,
             ffi.from_buffer("float[]", logits),
         )
-        self._threads.after(mark)
+        threads.after(mark)
         return logits
+
+    def _evaluator(self, n_threads: int) -> Handle:
+        out = ffi.new("slowar_batch **")
+        call(lib.slowar_batch_open, out, self._model._pointer, n_threads, ffi.NULL, 0)
+        return Handle(out[0], lib.slowar_batch_close, "Fast-AR")
+
+    def _with_threads(self, n: int) -> tuple[Any, Threads]:
+        """What evaluates with just so many threads: kept until another number is asked for."""
+        if self._fixed is None or self._fixed[1].n != n:
+            handle = self._evaluator(n)
+            if self._fixed is not None:
+                self._fixed[0].close()
+            self._fixed = handle, Threads(n, adapt=False)
+        return self._fixed[0]._pointer, self._fixed[1]
 
     def _caches(self, n: int) -> list[Handle]:
         """The first n of the caches, made when they are first needed.
@@ -204,6 +230,9 @@ class FastAR(Closing):
     def close(self) -> None:
         """Give it back; twice is fine."""
         super().close()
+        if self._fixed is not None:
+            self._fixed[0].close()
+            self._fixed = None
         for session in self._sessions:
             session.close()
         self._sessions = []

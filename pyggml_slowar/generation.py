@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,14 +18,30 @@ from .sampler import IM_END_ID, Sampler
 from .session import MAX_POSITIONS, Output, Session
 
 if TYPE_CHECKING:
-    from .fast_ar import Codes, FastAR
+    from .fast_ar import Codes
     from .model import Model
     from .prefix_cache import PrefixCache
 
 FRAMES_PER_SECOND = 44100 / 2048
 """Of audio: the codec's sampling rate over its hop length, 21.53."""
 
+Progress = Callable[[int, int], object]
+"""(done, of all)"""
+
 Finished = Literal["end", "length", "cancelled"]
+
+
+@dataclass
+class Timings:
+    """Seconds that a generation took, by what they were spent on.
+
+    Of voices that share their evaluations: those that this one took part in.
+    """
+
+    prefill: float = 0.0
+    slow_ar: float = 0.0
+    fast_ar: float = 0.0
+    sampling: float = 0.0
 
 
 class Frame(NamedTuple):
@@ -37,16 +53,8 @@ class Frame(NamedTuple):
     """The semantic token."""
     codes: Codes
     """int32 (n_codebook,)."""
-
-
-@dataclass
-class Timings:
-    """Seconds that a generation took, by what they were spent on."""
-
-    prefill: float = 0.0
-    slow_ar: float = 0.0
-    fast_ar: float = 0.0
-    sampling: float = 0.0
+    timings: Timings
+    """Of the generation so far."""
 
 
 @dataclass
@@ -64,126 +72,183 @@ class Generation:
         ``"cancelled"``: by ``cancel``, or by Ctrl-C if so asked.
     seed
         The same seed gives the same codes.
-    timings
-        Of a batch: those of all together.
     """
 
     codes: Codes
     tokens: Codes
     finished: Finished
     seed: int
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings
 
 
 @dataclass
-class _Voice:
+class Voice:
     """One generation under way."""
 
-    prompt: npt.ArrayLike
-    session: Session
     sampler: Sampler
+    max_frames: int
     frames: list[Frame] = field(default_factory=list)
     finished: Finished | None = None
+    timings: Timings = field(default_factory=Timings)
 
-    def result(self, timings: Timings) -> Generation:
-        n_codebook = self.session.model.config.n_codebook
+    def row(self) -> Codes:
+        """The last frame as the Slow-AR reads it: int32 (1 + n_codebook,)."""
+        return np.array([self.frames[-1].token, *self.frames[-1].codes], np.int32)
+
+    def add(self, token: int, codes: Codes, fast_ar: float, sampling: float) -> Frame:
+        """Another frame, made in so many seconds."""
+        self.timings.fast_ar += fast_ar
+        self.timings.sampling += sampling
+        frame = Frame(len(self.frames), token, codes, replace(self.timings))
+        self.frames.append(frame)
+        if len(self.frames) == self.max_frames:
+            self.finished = "length"
+        return frame
+
+    def result(self, n_codebook: int) -> Generation:
         codes = np.array([f.codes for f in self.frames], np.int32).reshape(-1, n_codebook).T
-        tokens = np.array([f.token for f in self.frames], np.int32)
         return Generation(
             np.ascontiguousarray(codes),
-            tokens,
+            np.array([f.token for f in self.frames], np.int32),
             self.finished or "cancelled",
             self.sampler.seed,
-            timings,
+            self.timings,
         )
+
+
+def next_frames(
+    model: Model, voices: Sequence[Voice], outputs: Sequence[Output], n_threads: int | None
+) -> list[Frame | ValueError | None]:
+    """What follows each voice's last position: a frame, or None where the voice has ended.
+
+    A voice whose logits are no numbers gets the error in its place; its neighbours go on.
+    """
+    made: list[Frame | ValueError | None] = [None] * len(voices)
+    sampling = 0.0
+
+    def sample(which: Iterable[int], choose: Callable[[int], int]) -> list[int]:
+        nonlocal sampling
+        start = time.perf_counter()
+        chosen = []
+        for i in which:
+            try:
+                chosen.append(0 if made[i] else choose(i))
+            except ValueError as error:
+                made[i] = error
+                chosen.append(0)
+        sampling += time.perf_counter() - start
+        return chosen
+
+    tokens = sample(
+        range(len(voices)), lambda i: voices[i].sampler.token(outputs[i].logits, outputs[i].ids)
+    )
+    going = [i for i, error in enumerate(made) if not error]
+    for i in going:
+        if tokens[i] == voices[i].sampler.im_end_id:
+            voices[i].finished = "end"
+    going = [i for i in going if voices[i].finished is None]
+    if not going:
+        return made
+
+    def choose(codebook: int, logits: npt.NDArray[np.float32]) -> list[int]:
+        rows = dict(zip(going, logits, strict=True))
+        return sample(going, lambda i: voices[i].sampler.code(codebook, rows[i]))
+
+    before, start = sampling, time.perf_counter()
+    first = [tokens[i] - model.config.semantic_begin_id for i in going]
+    hidden = np.stack([outputs[i].hidden for i in going])
+    codes = model.fast_ar().frames(hidden, first, choose, n_threads=n_threads)
+    fast_ar = time.perf_counter() - start - (sampling - before)
+    for i, row in zip(going, codes, strict=True):
+        if made[i] is None:
+            made[i] = voices[i].add(tokens[i], row.copy(), fast_ar, sampling)
+    return made
+
+
+class _CancelledError(Exception):
+    """Out of a prefill."""
 
 
 class _Loop:
     """Voices that take their steps together, until each has found its end."""
 
-    def __init__(self, model: Model, voices: Sequence[_Voice], max_frames: int) -> None:
-        self._fast: FastAR = model.fast_ar()
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[npt.ArrayLike],
+        voices: Sequence[Voice],
+        sessions: Sequence[Session],
+        n_threads: int | None,
+        cancel: Event | None,
+    ) -> None:
         self._model = model
-        self._begin = model.config.semantic_begin_id
-        self._max_frames = max_frames
-        self.voices = list(voices)
-        self.timings = Timings()
+        self._prompts = prompts
+        self._voices = voices
+        self._sessions = sessions
+        self._n_threads = n_threads
+        self._cancel = cancel
 
     def rounds(
-        self, cancel: Event | None, cache: PrefixCache | None
+        self, cache: PrefixCache | None, on_prefill: Progress | None = None
     ) -> Iterator[list[tuple[int, Frame]]]:
         """Each round's new frames, with the place of their voice, until all have ended."""
-        going = list(range(len(self.voices)))
-        first = True
-        while going and not (cancel is not None and cancel.is_set()):
-            running = self._prefill(cache) if first else self._steps(going)
-            first = False
-            tokens = self._tokens(running)
-            if not tokens:
-                return
-            made = self._codes(tokens, {i: running[i].hidden for i in tokens})
+        try:
+            outputs = self._prefill(cache, on_prefill)
+        except _CancelledError:
+            return
+        going = list(range(len(self._voices)))
+        while not self._is_cancelled():
+            voices = [self._voices[i] for i in going]
+            made = next_frames(self._model, voices, outputs, self._n_threads)
             new = []
-            for row, (i, token) in enumerate(tokens.items()):
-                frame = Frame(len(self.voices[i].frames), token, made[row].copy())
-                self.voices[i].frames.append(frame)
-                new.append((i, frame))
-                if len(self.voices[i].frames) == self._max_frames:
-                    self.voices[i].finished = "length"
-            yield new
-            going = [i for i in tokens if self.voices[i].finished is None]
+            for i, frame in zip(going, made, strict=True):
+                if isinstance(frame, ValueError):
+                    raise frame
+                if frame is not None:
+                    new.append((i, frame))
+            if new:
+                yield new
+            going = [i for i in going if self._voices[i].finished is None]
+            if not going or self._is_cancelled():
+                return
+            outputs = self._steps(going)
 
-    def _prefill(self, cache: PrefixCache | None) -> dict[int, Output]:
-        start = time.perf_counter()
-        outputs = [voice.session.prefill(voice.prompt, cache=cache) for voice in self.voices]
-        self.timings.prefill += time.perf_counter() - start
-        return dict(enumerate(outputs))
+    def _is_cancelled(self) -> bool:
+        return self._cancel is not None and self._cancel.is_set()
 
-    def _tokens(self, running: dict[int, Output]) -> dict[int, int]:
-        start = time.perf_counter()
-        tokens = {}
-        for i, out in running.items():
-            sampler = self.voices[i].sampler
-            token = sampler.token(out.logits, out.ids)
-            if token == sampler.im_end_id:
-                self.voices[i].finished = "end"
-            else:
-                tokens[i] = token
-        self.timings.sampling += time.perf_counter() - start
-        return tokens
-
-    def _codes(self, tokens: dict[int, int], hidden: dict[int, npt.NDArray[np.float32]]) -> Codes:
-        samplers = [self.voices[i].sampler for i in tokens]
-        sampling = 0.0
-
-        def choose(codebook: int, logits: npt.NDArray[np.float32]) -> npt.ArrayLike:
-            nonlocal sampling
-            start = time.perf_counter()
-            codes = [s.code(codebook, row) for s, row in zip(samplers, logits, strict=True)]
-            sampling += time.perf_counter() - start
-            return codes
+    def _prefill(self, cache: PrefixCache | None, on_prefill: Progress | None) -> list[Output]:
+        def progress(done: int, total: int) -> None:
+            if on_prefill is not None:
+                on_prefill(done, total)
+            if self._is_cancelled():
+                raise _CancelledError
 
         start = time.perf_counter()
-        first = np.array([token - self._begin for token in tokens.values()], np.int32)
-        made = self._fast.frames(np.stack([hidden[i] for i in tokens]), first, choose)
-        self.timings.sampling += sampling
-        self.timings.fast_ar += time.perf_counter() - start - sampling
-        return made
+        outputs = []
+        for session, prompt in zip(self._sessions, self._prompts, strict=True):
+            if self._is_cancelled():
+                raise _CancelledError
+            outputs.append(session.prefill(prompt, progress=progress, cache=cache))
+        for voice in self._voices:
+            voice.timings.prefill += time.perf_counter() - start
+        return outputs
 
-    def results(self) -> list[Generation]:
-        return [voice.result(self.timings) for voice in self.voices]
-
-    def _steps(self, which: list[int]) -> dict[int, Output]:
+    def _steps(self, which: list[int]) -> list[Output]:
         """The Slow-AR's next position of these voices."""
         start = time.perf_counter()
-        last = [self.voices[i].frames[-1] for i in which]
-        rows = np.array([[f.token, *f.codes] for f in last], np.int32)
+        sessions = [self._sessions[i] for i in which]
+        rows = np.stack([self._voices[i].row() for i in which])
         if len(which) == 1:
-            outputs = [self.voices[which[0]].session.step(rows[0])]
+            outputs = [sessions[0].step(rows[0])]
         else:
-            out = self._model.step_batch([self.voices[i].session for i in which], rows)
+            out = self._model.step_batch(sessions, rows)
             outputs = [Output(h, y, out.ids) for h, y in zip(out.hidden, out.logits, strict=True)]
-        self.timings.slow_ar += time.perf_counter() - start
-        return dict(zip(which, outputs, strict=True))
+        for i in which:
+            self._voices[i].timings.slow_ar += time.perf_counter() - start
+        return outputs
+
+    def results(self) -> list[Generation]:
+        return [voice.result(self._model.config.n_codebook) for voice in self._voices]
 
 
 def generate(
@@ -198,7 +263,8 @@ def generate(
     min_frames: int = 0,
     im_end_id: int = IM_END_ID,
     on_frame: Callable[[Frame], object] | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
+    on_prefill: Progress | None = None,
     cancel: Event | None = None,
     prefix_cache: PrefixCache | None = None,
     on_interrupt: Literal["raise", "return"] = "raise",
@@ -221,14 +287,18 @@ def generate(
         Called with each ``Frame``. What it raises ends the generation.
     progress
         Called with (frames made, max_frames) after each.
+    on_prefill
+        Called with (positions done, all) after each chunk of the prompt.
     cancel
-        Looked at before each frame: set, the generation ends with what there is.
+        Looked at before each frame and each chunk of the prompt: set, the generation ends with
+        what there is.
     prefix_cache
         Of the same model: what it has of the prompt is not evaluated again.
     on_interrupt
         What Ctrl-C does: ``"raise"``, or ``"return"`` what there is.
     session
-        Options of ``Model.session``: ``n_threads``, ``kv_type``, ``attention``, ...
+        Options of ``Model.session``: ``n_threads``, which is the Fast-AR's too, ``kv_type``,
+        ``attention``, ...
 
     Raises
     ------
@@ -251,9 +321,9 @@ def generate(
         min_frames=min_frames,
         im_end_id=im_end_id,
     )
-    with _opened(model, [prompt], [sampler], max_frames, session) as loop:
+    with _opened(model, [prompt], [sampler], max_frames, cancel, session) as loop:
         try:
-            for (_, frame), *_ in loop.rounds(cancel, prefix_cache):
+            for (_, frame), *_ in loop.rounds(prefix_cache, on_prefill):
                 if on_frame is not None:
                     on_frame(frame)
                 if progress is not None:
@@ -273,16 +343,21 @@ def stream(
     prefix_cache: PrefixCache | None = None,
     **options: Any,
 ) -> Iterator[Frame]:
-    """The frames of ``generate`` as they are made, with its options.
+    """The frames of ``generate`` as they are made, with its options and its errors.
 
-    What is wrong with the arguments is raised at the first frame. Closing the iterator gives the
-    cache back.
+    Closing the iterator gives the cache back.
     """
     sampling, session = _divided(options)
     sampler = Sampler(model.config, **sampling)
-    with _opened(model, [prompt], [sampler], max_frames, session) as loop:
-        for (_, frame), *_ in loop.rounds(cancel, prefix_cache):
-            yield frame
+    _check_length(model, prompt, max_frames)
+    model.fast_ar()
+
+    def frames() -> Iterator[Frame]:
+        with _opened(model, [prompt], [sampler], max_frames, cancel, session) as loop:
+            for (_, frame), *_ in loop.rounds(prefix_cache):
+                yield frame
+
+    return frames()
 
 
 def generate_batch(
@@ -315,8 +390,8 @@ def generate_batch(
         raise ValueError(f"{len(given)} seeds for {len(prompts)} prompts")
     sampling, session = _divided(options)
     samplers = [Sampler(model.config, seed=seed, **sampling) for seed in given]
-    with _opened(model, prompts, samplers, max_frames, session) as loop:
-        for new in loop.rounds(cancel, prefix_cache):
+    with _opened(model, prompts, samplers, max_frames, cancel, session) as loop:
+        for new in loop.rounds(prefix_cache):
             for i, frame in new:
                 if on_frame is not None:
                     on_frame(i, frame)
@@ -332,28 +407,37 @@ def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return sampling, {k: v for k, v in options.items() if k not in sampling}
 
 
+def _check_length(model: Model, prompt: npt.ArrayLike, max_frames: int) -> int:
+    """Positions of both together."""
+    n = len(as_prompt(prompt, model.config))
+    max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
+    n_ctx = model.config.n_ctx
+    if n + max_frames > n_ctx:
+        raise errors.ContextFullError(
+            f"a prompt of {n} positions and max_frames of {max_frames} are more than the model's "
+            f"context of {n_ctx}"
+        )
+    return n + max_frames
+
+
 @contextmanager
 def _opened(
     model: Model,
     prompts: Sequence[npt.ArrayLike],
     samplers: Sequence[Sampler],
     max_frames: int,
+    cancel: Event | None,
     options: dict[str, Any],
 ) -> Iterator[_Loop]:
     """A voice for each prompt, whose sessions are closed at the end of the block."""
-    max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
-    n_ctx = model.config.n_ctx
+    lengths = [_check_length(model, prompt, max_frames) for prompt in prompts]
+    model.fast_ar()
     with ExitStack() as stack:
-        voices = []
-        for prompt, sampler in zip(prompts, samplers, strict=True):
-            n = len(as_prompt(prompt, model.config))
-            if n + max_frames > n_ctx:
-                raise errors.ContextFullError(
-                    f"a prompt of {n} positions and max_frames of {max_frames} are more than the "
-                    f"model's context of {n_ctx}"
-                )
-            session = model.session(
-                n + max_frames, logits="semantic", extra_ids=(sampler.im_end_id,), **options
+        sessions = [
+            stack.enter_context(
+                model.session(n, logits="semantic", extra_ids=(sampler.im_end_id,), **options)
             )
-            voices.append(_Voice(prompt, stack.enter_context(session), sampler))
-        yield _Loop(model, voices, max_frames)
+            for n, sampler in zip(lengths, samplers, strict=True)
+        ]
+        voices = [Voice(sampler, max_frames) for sampler in samplers]
+        yield _Loop(model, prompts, voices, sessions, options.get("n_threads"), cancel)

@@ -9,10 +9,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,9 @@ import numpy.typing as npt
 from . import errors
 from ._arrays import Flat, as_frame, as_int, as_prompt, check_tokens
 from ._batch import MOST, Group, evaluate
-from .session import Output
+from .generation import Frame, Generation, Timings, Voice, next_frames
+from .sampler import Sampler
+from .session import MAX_POSITIONS, Output
 
 if TYPE_CHECKING:
     from .model import Model
@@ -67,8 +70,10 @@ class RunnerStats(NamedTuple):
 @dataclass(eq=False)
 class _Request:
     prompt: Flat
-    choose: Choose
-    future: Future[Result]
+    choose: Choose | None
+    voice: Voice | None  # that, or who chooses
+    on_frame: Callable[[Frame], object] | None
+    future: Future[Any]  # of a Result, of a voice a Generation
     deadline: float  # on the monotonic clock
     patience: float  # seconds: the deadline as it was asked for
     session: Session | None = None
@@ -77,14 +82,24 @@ class _Request:
     frames: list[Flat] = field(default_factory=list)
     output: Output | None = None
 
+    def spoken(self, made: Frame | ValueError | None) -> npt.NDArray[np.int32] | None:
+        """Of a voice: what is evaluated next."""
+        assert self.voice is not None
+        if isinstance(made, ValueError):
+            raise made
+        if made is not None and self.on_frame is not None:
+            self.on_frame(made)
+        return None if self.voice.finished else self.voice.row()
+
 
 class BatchRunner:
     """Serves requests with at most ``max_batch`` sessions, all of them in every evaluation.
 
-    A request is a prompt and a function that chooses each next frame. It waits in a queue, first
-    come first served, until a session is free; then its prompt is evaluated in chunks, one chunk
-    in each evaluation, beside a step of every request that is further. A request that fails, is
-    cancelled or is late leaves the others' numbers untouched.
+    A request is a prompt and a function that chooses each next frame, or a generation: then the
+    sampler chooses, and the Fast-AR makes the codes of all of them together. It waits in a queue,
+    first come first served, until a session is free; then its prompt is evaluated in chunks, one
+    chunk in each evaluation, beside a step of every request that is further. A request that fails,
+    is cancelled or is late leaves the others' numbers untouched.
 
     Parameters
     ----------
@@ -99,7 +114,7 @@ class BatchRunner:
     chunk
         Positions of prompts in one evaluation: what running requests may have to wait for.
     n_threads, kv_type, logits, extra_ids
-        As ``Model.session`` has them.
+        As ``Model.session`` has them. For generations the end token must be among ``extra_ids``.
     cache
         Where prompts are looked up and kept.
 
@@ -130,6 +145,7 @@ class BatchRunner:
             raise ValueError("the prefix cache is of another model")
         self.model = model
         self.n_ctx = n_ctx
+        self._n_threads = n_threads
         self._max_queue = as_int("max_queue", max_queue, 1, 2**31 - 1)
         self._chunk = as_int("chunk", chunk, 1, 2**30)
         self._cache = cache
@@ -194,6 +210,103 @@ class BatchRunner:
         SessionStateError
             The runner is closed.
         """
+        return self._submit(prompt, deadline, choose=choose)
+
+    async def run(
+        self, prompt: npt.ArrayLike, choose: Choose, *, deadline: float | None = None
+    ) -> Result:
+        """``submit`` for asyncio: awaits the result; cancelling the task cancels the request."""
+        return await asyncio.wrap_future(self.submit(prompt, choose, deadline=deadline))
+
+    def generate(
+        self,
+        prompt: npt.ArrayLike,
+        *,
+        max_frames: int,
+        on_frame: Callable[[Frame], object] | None = None,
+        deadline: float | None = None,
+        **sampling: Any,
+    ) -> Future[Generation]:
+        """Ask for the codes that follow a prompt: ``slowar.generate`` beside other requests.
+
+        Parameters
+        ----------
+        prompt
+            Integers of shape (1 + n_codebook, n).
+        max_frames
+            1 or more; with the prompt at most ``n_ctx``.
+        on_frame
+            Called in the runner's thread with each ``Frame``. What it raises ends this request. All
+            requests wait for it.
+        deadline
+            Seconds from now until which it must have ended.
+        sampling
+            ``temperature``, ``top_p``, ``top_k``, ``seed``, ``min_frames``, ``im_end_id`` as
+            ``slowar.generate`` has them. With the same seed the codes are the same, whoever else
+            is served, as far as the rounding of a batch allows (docs/sessions.md).
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is a Generation; ``cancel()`` works at any time. It raises what ``submit``'s
+            raises, and ComputeError where the Fast-AR failed.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A parameter has the wrong type or is out of range, or the end token is not among the
+            runner's ``extra_ids``.
+        ContextFullError
+            Prompt and ``max_frames`` are more than ``n_ctx``.
+        ModelFormatError
+            The file has no Fast-AR.
+        QueueFullError, SessionStateError, DeviceMemoryError
+        """
+        self._check_process()
+        sampler = Sampler(self.model.config, **sampling)
+        session = self._sessions[0]
+        sampler.check(session._ids[session._logits])
+        max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
+        self.model.fast_ar()
+        return self._submit(prompt, deadline, voice=Voice(sampler, max_frames), on_frame=on_frame)
+
+    async def generate_async(self, prompt: npt.ArrayLike, **options: Any) -> Generation:
+        """``generate`` for asyncio: awaits the result; cancelling the task cancels the request."""
+        return await asyncio.wrap_future(self.generate(prompt, **options))
+
+    async def stream(self, prompt: npt.ArrayLike, **options: Any) -> AsyncIterator[Frame]:
+        """``generate`` for asyncio: the frames as they are made.
+
+        Closing the iterator, or cancelling the task that reads it, cancels the request.
+        """
+        loop = asyncio.get_running_loop()
+        frames: asyncio.Queue[Frame | None] = asyncio.Queue()  # at most max_frames
+
+        def put(frame: Frame | None) -> None:
+            loop.call_soon_threadsafe(frames.put_nowait, frame)
+
+        def end(_: Future[Generation]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                put(None)
+
+        future = self.generate(prompt, on_frame=put, **options)
+        future.add_done_callback(end)
+        try:
+            while (frame := await frames.get()) is not None:
+                yield frame
+            future.result()
+        finally:
+            future.cancel()
+
+    def _submit(
+        self,
+        prompt: npt.ArrayLike,
+        deadline: float | None,
+        *,
+        choose: Choose | None = None,
+        voice: Voice | None = None,
+        on_frame: Callable[[Frame], object] | None = None,
+    ) -> Future[Any]:
         self._check_process()
         self.model._handle.check()
         flat = as_prompt(prompt, self.model.config)
@@ -201,10 +314,16 @@ class BatchRunner:
             raise errors.ContextFullError(
                 f"a prompt of {len(flat)} positions does not fit in {self.n_ctx}"
             )
+        if voice is not None and len(flat) + voice.max_frames > self.n_ctx:
+            raise errors.ContextFullError(
+                f"a prompt of {len(flat)} positions and max_frames of {voice.max_frames} are more "
+                f"than the runner's n_ctx of {self.n_ctx}"
+            )
         patience = float("inf") if deadline is None else float(deadline)
         if not patience > 0:
             raise ValueError(f"deadline is {deadline} s, expected more than 0")
-        request = _Request(flat, choose, Future(), time.monotonic() + patience, patience)
+        ends = time.monotonic() + patience
+        request = _Request(flat, choose, voice, on_frame, Future(), ends, patience)
         with self._changed:
             if self._closing:
                 raise errors.SessionStateError("the runner is closed")
@@ -216,12 +335,6 @@ class BatchRunner:
             self._counts["accepted"] += 1
             self._changed.notify()
         return request.future
-
-    async def run(
-        self, prompt: npt.ArrayLike, choose: Choose, *, deadline: float | None = None
-    ) -> Result:
-        """``submit`` for asyncio: awaits the result; cancelling the task cancels the request."""
-        return await asyncio.wrap_future(self.submit(prompt, choose, deadline=deadline))
 
     @property
     def stats(self) -> RunnerStats:
@@ -333,41 +446,77 @@ class BatchRunner:
                 flats.append(part)
         if not who:
             return
+        start = time.monotonic()
         try:
             out = evaluate(Group(sessions, flats, sessions[0]._logits), sum(map(len, flats)))
         except Exception as error:
             for request in who:
                 self._fail(request, error)
             return
+        seconds = time.monotonic() - start
         self._counts["evaluations"] += 1
         self._counts["positions"] += sum(map(len, flats))
+        ready = []
         for i, request in enumerate(who):
-            mine = Output(out.hidden[i].copy(), out.logits[i].copy(), out.ids)
-            self._take(request, mine, len(flats[i]))
+            request.output = Output(out.hidden[i].copy(), out.logits[i].copy(), out.ids)
+            if self._took(request, len(flats[i]), seconds):
+                ready.append(request)
+        self._choose(ready)
 
-    def _take(self, request: _Request, out: Output, n: int) -> None:
-        """What an evaluation said to one of those who were in it."""
+    def _took(self, request: _Request, n: int, seconds: float) -> bool:
+        """Note an evaluation of n positions. Whether the next frame is to be chosen now."""
+        timings = request.voice.timings if request.voice is not None else Timings()
         if request.frame is not None:
+            timings.slow_ar += seconds
             request.frames.append(request.frame)
-        else:
-            request.done += n
-            if request.done < len(request.prompt):
-                return
-        request.output = out
-        try:
-            if request.frame is None and self._cache is not None and request.session is not None:
+            return True
+        timings.prefill += seconds
+        request.done += n
+        if request.done < len(request.prompt):
+            return False
+        if self._cache is not None and request.session is not None:
+            try:
                 self._cache.store(request.session)
-            request.frame = self._choose(request, out)
+            except Exception as error:
+                self._fail(request, error)
+                return False
+        return True
+
+    def _choose(self, ready: Sequence[_Request]) -> None:
+        """The next frames of these: each by its own function, voices together."""
+        voices, outputs = [], []
+        speaking = []
+        for request in ready:
+            assert request.output is not None
+            if request.choose is not None:
+                self._go_on(request, partial(request.choose, request.output))
+            elif request.voice is not None:
+                speaking.append(request)
+                voices.append(request.voice)
+                outputs.append(request.output)
+        if not speaking:
+            return
+        try:
+            made = next_frames(self.model, voices, outputs, self._n_threads)
+        except Exception as error:
+            for request in speaking:
+                self._fail(request, error)
+            return
+        for request, frame in zip(speaking, made, strict=True):
+            self._go_on(request, partial(request.spoken, frame))
+
+    def _go_on(self, request: _Request, choose: Callable[[], Any]) -> None:
+        """With the frame that ``choose`` gives, or to the end where it gives none."""
+        try:
+            chosen = choose()
+            request.frame = None if chosen is None else self._checked(request, chosen)
         except BaseException as error:
             self._fail(request, error)
             return
         if request.frame is None:
             self._finish(request)
 
-    def _choose(self, request: _Request, out: Output) -> Flat | None:
-        chosen = request.choose(out)
-        if chosen is None:
-            return None
+    def _checked(self, request: _Request, chosen: npt.ArrayLike) -> Flat:
         flat = as_frame(chosen, self.model.config)
         check_tokens(self._sessions[0]._handle._pointer, flat)
         if len(request.prompt) + len(request.frames) >= self.n_ctx:
@@ -375,13 +524,18 @@ class BatchRunner:
         return flat
 
     def _finish(self, request: _Request) -> None:
-        n_row = 1 + self.model.config.n_codebook
-        frames = np.concatenate([np.empty((0, n_row), np.int32), *request.frames])
-        assert request.output is not None
+        n_codebook = self.model.config.n_codebook
+        result: Result | Generation
+        if request.voice is not None:
+            result = request.voice.result(n_codebook)
+        else:
+            assert request.output is not None
+            empty = np.empty((0, 1 + n_codebook), np.int32)
+            result = Result(np.concatenate([empty, *request.frames]), request.output)
         if self._end(request, "finished"):
             # What a callback of the future raises is the callback's affair.
             with suppress(BaseException):
-                request.future.set_result(Result(frames, request.output))
+                request.future.set_result(result)
 
     def _fail(self, request: _Request, error: BaseException) -> None:
         if isinstance(error, StopIteration):  # which asyncio's futures refuse

@@ -208,6 +208,11 @@ class Sampler:
         self.n_frames = 0
         """Tokens drawn so far."""
 
+    def check(self, ids: npt.NDArray[np.int32]) -> None:
+        """Raise ValueError where ``ids``, int32 (n,), lack one that may be drawn."""
+        if ids is not self._ids:
+            self._where, self._ids = self._positions(ids), ids
+
     def token(self, logits: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]) -> int:
         """Draw the next frame's token.
 
@@ -229,8 +234,7 @@ class Sampler:
         ValueError
             An id is missing, shapes differ, or a logit is NaN or infinite. Nothing was drawn.
         """
-        if ids is not self._ids:
-            self._where, self._ids = self._positions(ids), ids
+        self.check(ids)
         if np.shape(logits) != ids.shape:
             raise ValueError(f"logits have shape {np.shape(logits)}, expected {ids.shape}")
         candidates = logits[self._where]
