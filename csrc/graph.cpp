@@ -1,6 +1,7 @@
 #include "graph.h"
 
 #include "attention.h"
+#include "matmul.h"
 
 #include <algorithm>
 #include <cmath>
@@ -95,7 +96,7 @@ class builder {
     ggml_tensor * embed_fast() {
         ggml_tensor * x = ggml_get_rows(ctx, w.embeddings, out.in.tokens);  // [n_embd, n codes]
         if (shape.has_hidden) {
-            ggml_tensor * h = w.project_in ? ggml_mul_mat(ctx, w.project_in, out.in.hidden) : out.in.hidden;
+            ggml_tensor * h = w.project_in ? multiplied(w.project_in, out.in.hidden) : out.in.hidden;
             h               = w.project_in_bias ? ggml_add(ctx, h, w.project_in_bias) : h;
             x               = ggml_concat(ctx, h, x, 1);  // [n_embd, n_tokens], the hidden vectors first
             x               = out.in.order ? ggml_get_rows(ctx, x, out.in.order) : x;
@@ -120,7 +121,7 @@ class builder {
         if (only_last(il)) {
             x = last(x);
         }
-        ggml_tensor * h = named(ggml_add(ctx, x, ggml_mul_mat(ctx, l.wo, o)), "ffn_inp", il);
+        ggml_tensor * h = named(ggml_add(ctx, x, multiplied(l.wo, o)), "ffn_inp", il);
         ggml_tensor * f = named(norm(h, l.ffn_norm), "ffn_norm", il);
         return named(ggml_add(ctx, h, feed_forward(f, l, il)), "l_out", il);
     }
@@ -132,7 +133,7 @@ class builder {
     };
 
     projections project(ggml_tensor * x, const layer_weights & l, int il) {
-        ggml_tensor * qkv = named(ggml_mul_mat(ctx, l.wqkv, x), "qkv", il);  // [q_size + 2*kv_size, n_tokens]
+        ggml_tensor * qkv = named(multiplied(l.wqkv, x), "qkv", il);  // [q_size + 2*kv_size, n_tokens]
         return { heads(qkv, 0, c.n_head), heads(qkv, c.n_head, c.n_head_kv),
                  heads(qkv, c.n_head + c.n_head_kv, c.n_head_kv) };
     }
@@ -301,10 +302,10 @@ class builder {
     }
 
     ggml_tensor * feed_forward(ggml_tensor * x, const layer_weights & l, int il) {
-        ggml_tensor * gate = ggml_mul_mat(ctx, l.w1, x);          // [n_ff, n_tokens]
-        ggml_tensor * up   = ggml_mul_mat(ctx, l.w3, x);          // [n_ff, n_tokens]
-        ggml_tensor * y    = ggml_swiglu_split(ctx, gate, up);    // silu(gate) * up
-        return named(ggml_mul_mat(ctx, l.w2, y), "ffn_out", il);  // [n_embd, n_tokens]
+        ggml_tensor * gate = multiplied(l.w1, x);               // [n_ff, n_tokens]
+        ggml_tensor * up   = multiplied(l.w3, x);               // [n_ff, n_tokens]
+        ggml_tensor * y    = ggml_swiglu_split(ctx, gate, up);  // silu(gate) * up
+        return named(multiplied(l.w2, y), "ffn_out", il);       // [n_embd, n_tokens]
     }
 
     void head(ggml_tensor * x) {
@@ -312,7 +313,7 @@ class builder {
         ggml_tensor * h = last(y);
         out.hidden      = keep(c.norm_fastlayer_input ? h : last(x), "hidden");
         if (shape.out == output::full) {
-            out.logits = keep(ggml_mul_mat(ctx, w.output, h), "logits");
+            out.logits = keep(multiplied(w.output, h), "logits");
         } else if (shape.out == output::semantic) {
             out.logits = keep(semantic_logits(h), "logits");
         }
@@ -320,9 +321,9 @@ class builder {
 
     // The semantic rows of the head in place, then one row for each extra id.
     ggml_tensor * semantic_logits(ggml_tensor * h) {
-        ggml_tensor * y = ggml_mul_mat(ctx, head_rows(c.semantic_begin_id, c.n_semantic()), h);
+        ggml_tensor * y = multiplied(head_rows(c.semantic_begin_id, c.n_semantic()), h);
         for (int32_t id : with.extra_ids) {
-            y = ggml_concat(ctx, y, ggml_mul_mat(ctx, head_rows(id, 1), h), 0);
+            y = ggml_concat(ctx, y, multiplied(head_rows(id, 1), h), 0);
         }
         return y;
     }
@@ -338,6 +339,17 @@ class builder {
         }
         const bool is_done = x->ne[1] == int64_t(shape.segments.size());
         return is_done ? ggml_cont(ctx, x) : ggml_get_rows(ctx, x, out.in.last);
+    }
+
+    // w * x, by our own nodes where they are better; gate and up share the rounding of their x.
+    ggml_tensor * multiplied(ggml_tensor * w, ggml_tensor * x) {
+        if (is_reference() || with.w.first_device() >= 0 || !has_product(w, x->ne[1])) {
+            return ggml_mul_mat(ctx, w, x);
+        }
+        if (x != rounding.of || w->type != rounding.type || rounding.n_products == max_products) {
+            rounding = { x, w->type, rounded(ctx, w->type, x), 0 };
+        }
+        return product(ctx, w, rounding.x, rounding.n_products++, with.n_threads);
     }
 
     ggml_tensor * norm(ggml_tensor * x, ggml_tensor * scale) {
@@ -359,6 +371,14 @@ class builder {
     ggml_tensor * named(ggml_tensor * t, const char * name) { return ggml_set_name(t, name); }
 
     ggml_tensor * named(ggml_tensor * t, const char * name, int il) { return ggml_format_name(t, "%s-%d", name, il); }
+
+    // The last one made.
+    struct {
+        ggml_tensor * of         = nullptr;
+        ggml_type     type       = GGML_TYPE_COUNT;
+        ggml_tensor * x          = nullptr;
+        int           n_products = 0;
+    } rounding;
 
     ggml_context *        ctx;
     const weights &       w;
