@@ -7,31 +7,18 @@ With a model of your own, that one is run instead.
 
 from __future__ import annotations
 
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+from _model import model_path, random_prompt
 from tqdm import tqdm
 
 import pyggml_slowar as slowar
-from pyggml_slowar.make_model import TINY, make_model
 
 N_TEXT, N_SEMANTIC, N_STEPS, CHUNK = 96, 160, 64, 32
-
-
-def random_prompt(config: slowar.Config, rng: np.random.Generator) -> npt.NDArray[np.int32]:
-    """(1 + n_codebook, N_TEXT + N_SEMANTIC): text positions, then a stretch of reference audio."""
-    n = N_TEXT + N_SEMANTIC
-    begin, end = config.semantic_begin_id, config.semantic_end_id
-    prompt = rng.integers(0, config.codebook_size, (1 + config.n_codebook, n), dtype=np.int32)
-    prompt[0, :N_TEXT] = rng.integers(0, begin, N_TEXT)
-    prompt[0, N_TEXT:] = rng.integers(begin, end + 1, N_SEMANTIC)
-    prompt[1:, :N_TEXT] = 0
-    return prompt
 
 
 def next_frame(
@@ -46,7 +33,7 @@ def next_frame(
 
 def prefill_and_steps(session: slowar.Session, rng: np.random.Generator) -> slowar.Output:
     config = session.model.config
-    prompt = random_prompt(config, rng)
+    prompt = random_prompt(config, N_TEXT, N_SEMANTIC)
     n = prompt.shape[1]
     with tqdm(total=n, desc="prefill", unit="tok") as bar:
         start = time.perf_counter()
@@ -94,13 +81,7 @@ def run(path: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        run(Path(sys.argv[1]))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tiny.gguf"
-        make_model(path, TINY, "f32")
-        print(f"made       a model of random weights, {path.stat().st_size / 2**20:.1f} MiB")
+    with model_path() as path:
         run(path)
 
 

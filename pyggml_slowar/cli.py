@@ -10,10 +10,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import psutil
 from tqdm import tqdm
 
 from . import __version__, bench, device
-from .generation import FRAMES_PER_SECOND, generate
+from .generation import FRAMES_PER_SECOND, Frame, Timings, generate
 from .make_model import PRESETS, TYPES, make_model
 from .model import Model
 from .sampler import IM_END_ID
@@ -367,18 +367,48 @@ def _eval(options: argparse.Namespace) -> None:
         )
 
 
+class _Progress(ExitStack):
+    """A bar for the prompt's positions, then one for the frames: how many there will be is open."""
+
+    _prompt: tqdm[NoReturn] | None = None
+    _frames: tqdm[NoReturn] | None = None
+
+    def prefill(self, done: int, total: int) -> None:
+        if self._prompt is None:
+            self._prompt = self.enter_context(tqdm(total=total, desc="prefill", unit="tok"))
+        self._prompt.update(done - self._prompt.n)
+        if done == total:
+            self._prompt.close()
+            self._frames = self.enter_context(tqdm(desc="frames", unit="frame"))
+
+    def frame(self, frame: Frame) -> None:
+        assert self._frames is not None
+        n = frame.number + 1
+        audio = f"{n / FRAMES_PER_SECOND:.1f} s of audio"
+        cost = f"real time {_real_time(frame.timings, n):.2f}, {_cost(frame.timings, n)}"
+        self._frames.set_postfix_str(f"{audio}, {cost}", refresh=False)
+        self._frames.update()
+
+
+def _cost(timings: Timings, n_frames: int) -> str:
+    parts = timings.slow_ar, timings.fast_ar, timings.sampling
+    slow, fast, sampling = (seconds / n_frames * 1e3 for seconds in parts)
+    return f"Slow-AR {slow:.1f}, Fast-AR {fast:.1f}, sampling {sampling:.1f} ms"
+
+
+def _real_time(timings: Timings, n_frames: int) -> float:
+    """Seconds spent on frames for each second of their audio."""
+    seconds = timings.slow_ar + timings.fast_ar + timings.sampling
+    return seconds / n_frames * FRAMES_PER_SECOND
+
+
 def _generate(options: argparse.Namespace) -> None:
     prompt = _load(options.prompt)
     with (
         _appearing_whole(options.out) as file,
         _open(options) as model,
-        tqdm(unit="frame", desc="frames") as bar,
+        _Progress() as progress,
     ):
-
-        def progress(done: int, _: int) -> None:
-            bar.set_postfix_str(f"{done / FRAMES_PER_SECOND:.1f} s of audio", refresh=False)
-            bar.update()
-
         start = time.perf_counter()
         made = generate(
             model,
@@ -390,7 +420,8 @@ def _generate(options: argparse.Namespace) -> None:
             top_k=options.top_k,
             seed=options.seed,
             im_end_id=options.im_end_id,
-            progress=progress,
+            on_frame=progress.frame,
+            on_prefill=progress.prefill,
             on_interrupt="return",
             kv_type=options.kv_type,
             n_threads=options.threads,
@@ -403,10 +434,10 @@ def _generate(options: argparse.Namespace) -> None:
     print(f"seed       {made.seed}")
     print(f"time       {seconds:.1f} s, prefill {t.prefill:.1f} of them")
     if n:
-        rate = seconds / n * FRAMES_PER_SECOND
-        each = [x / n * 1e3 for x in (t.slow_ar, t.fast_ar, t.sampling)]
-        print(f"a frame    Slow-AR {each[0]:.1f}, Fast-AR {each[1]:.1f}, sampling {each[2]:.1f} ms")
-        print(f"real time  {rate:.2f} s for a second of audio, without the codec")
+        print(f"a frame    {_cost(t, n)}")
+        print(
+            f"real time  {_real_time(t, n):.2f} s for a second of audio, without prefill and codec"
+        )
 
 
 def _load(path: Path) -> npt.NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event
@@ -342,17 +342,18 @@ def stream(
     cancel: Event | None = None,
     prefix_cache: PrefixCache | None = None,
     **options: Any,
-) -> Iterator[Frame]:
+) -> Generator[Frame, None, None]:
     """The frames of ``generate`` as they are made, with its options and its errors.
 
-    Closing the iterator gives the cache back.
+    Options of the session are looked at with the first frame, all else by this call. Closing the
+    iterator gives the cache back.
     """
     sampling, session = _divided(options)
     sampler = Sampler(model.config, **sampling)
     _check_length(model, prompt, max_frames)
     model.fast_ar()
 
-    def frames() -> Iterator[Frame]:
+    def frames() -> Generator[Frame, None, None]:
         with _opened(model, [prompt], [sampler], max_frames, cancel, session) as loop:
             for (_, frame), *_ in loop.rounds(prefix_cache):
                 yield frame

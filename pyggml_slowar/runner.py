@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -274,7 +274,7 @@ class BatchRunner:
         """``generate`` for asyncio: awaits the result; cancelling the task cancels the request."""
         return await asyncio.wrap_future(self.generate(prompt, **options))
 
-    async def stream(self, prompt: npt.ArrayLike, **options: Any) -> AsyncIterator[Frame]:
+    async def stream(self, prompt: npt.ArrayLike, **options: Any) -> AsyncGenerator[Frame, None]:
         """``generate`` for asyncio: the frames as they are made.
 
         Closing the iterator, or cancelling the task that reads it, cancels the request.
@@ -539,7 +539,8 @@ class BatchRunner:
 
     def _fail(self, request: _Request, error: BaseException) -> None:
         if isinstance(error, StopIteration):  # which asyncio's futures refuse
-            error = RuntimeError("choose raised StopIteration")
+            who = "choose" if request.voice is None else "on_frame"
+            error = RuntimeError(f"{who} raised StopIteration")
         if self._end(request, "failed"):
             with suppress(BaseException):
                 request.future.set_exception(error)

@@ -72,7 +72,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Bare:
 
 def test_demo_and_command(bare: Bare) -> None:
     """`make demo` and the commands of the README, on the small model."""
-    done = bare.python("-I", ROOT / "examples" / "demo.py")
+    done = bare.python(ROOT / "examples" / "demo.py")
     assert done.returncode == 0, done.stderr
     error = re.search(r"embeddings @ hidden == logits: relative error (\S+)", done.stdout)
     assert error is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pyggml_slowar import Model, generate
 from pyggml_slowar.make_model import TINY, make_model
 
 N_PROMPT, N_STEPS = 20, 4
+COST = r"Slow-AR (\S+), Fast-AR (\S+), sampling (\S+) ms"
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,20 @@ def test_generate_equals_the_library(folder: Path) -> None:
     done = slowar(*words, "--min-frames", 8, "--seed", 3, "--im-end-id", 7, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "codes.npy: 8 frames, 0.4 s of audio, length\nseed       3\n" in done.stdout
-    for word in ("Slow-AR", "Fast-AR", "sampling", "for a second of audio"):
-        assert word in done.stdout
+    parts = re.search(COST, done.stdout)
+    rate = re.search(r"real time  (\S+) s for a second of audio, without prefill", done.stdout)
+    assert parts is not None
+    assert rate is not None
+    # 44100 / 2048 frames of those milliseconds; 0.05 of each part and 0.005 are rounded away.
+    seconds = sum(map(float, parts.groups())) / 1e3 * 44100 / 2048
+    assert float(rate[1]) == pytest.approx(seconds, abs=0.15e-3 * 44100 / 2048 + 0.005)
+    lines = done.stderr.splitlines()  # text mode: a carriage return ends one
+    prompt_bar, frames_bar = (
+        [line for line in lines if line.startswith(name)][-1] for name in ("prefill", "frames")
+    )
+    assert re.match(rf"prefill: 100%.* {N_PROMPT}/{N_PROMPT} \[", prompt_bar)
+    last = rf"frames: 8frame \[.*, 0\.4 s of audio, real time {rate[1]}, {re.escape(parts[0])}\]"
+    assert re.fullmatch(last, frames_bar)
     with Model(folder / "tiny.gguf") as model:
         prompt = np.load(folder / "prompt.npy")
         expected = generate(model, prompt, max_frames=8, min_frames=8, seed=3, im_end_id=7)

@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
-from conftest import SMALL, make_prompt
+from conftest import SMALL, Tokens, make_prompt
 from test_parity import GOLDEN, relative_error
 
 import pyggml_slowar as slowar
-from pyggml_slowar.make_model import fast_shape, make_model
+from pyggml_slowar.make_model import TINY, fast_shape, make_model
 
 END = 7  # not semantic, and drawn now and then
 PROMPT = make_prompt(SMALL, 20, seed=4)
@@ -132,9 +133,35 @@ def test_frames_together_are_frames_alone(other: slowar.Model) -> None:
                 assert relative_error(logits[i], alone[codebook]) <= 1e-6
 
 
+def test_a_number_of_threads(other: slowar.Model) -> None:
+    """Any gives the same codes; two numbers in turns."""
+    rng = np.random.default_rng(2)
+    fast = other.fast_ar()
+    hidden = rng.standard_normal((3, SMALL.n_embd)).astype(np.float32)
+
+    def likeliest(_: int, logits: npt.NDArray[np.float32]) -> Any:
+        return logits.argmax(axis=1)
+
+    expected = fast.frames(hidden, [1, 2, 3], likeliest)
+    assert len(np.unique(expected)) > 8
+    for n_threads in (1, 2, 2, 1):
+        found = fast.frames(hidden, [1, 2, 3], likeliest, n_threads=n_threads)
+        np.testing.assert_array_equal(found, expected)
+    wrong: list[tuple[Any, type[Exception]]] = [
+        (0, ValueError),
+        (513, ValueError),
+        (1.5, TypeError),
+    ]
+    for n, kind in wrong:
+        with pytest.raises(kind, match=f"n_threads is {n}"):
+            fast.frames(hidden, [1, 2, 3], likeliest, n_threads=n)
+
+
 def test_a_file_without_a_fast_ar(tmp_path: Path) -> None:
     make_model(tmp_path / "slow.gguf", SMALL, fast=None)
     with slowar.Model(tmp_path / "slow.gguf", backend="cpu") as model:
+        with pytest.raises(slowar.ModelFormatError, match="fast_context_length"):
+            slowar.stream(model, PROMPT, max_frames=5, im_end_id=END)
         with pytest.raises(slowar.ModelFormatError, match=r"key fish_speech\.fast_context_length"):
             model.fast_ar()
         with model.session(20) as session:
@@ -177,29 +204,84 @@ def test_a_fast_ar_is_opened_once_and_closed_with_its_model(other: slowar.Model)
 # ---- the loop
 
 
+@pytest.fixture(scope="module", params=["tied", "projected", "qk_norm"])
+def looped(
+    request: pytest.FixtureRequest,
+    other: slowar.Model,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[slowar.Model]:
+    """Models whose whole loop is held against one in doubles."""
+    if request.param == "tied":
+        yield other
+        return
+    config = dataclasses.replace(SMALL, tie_word_embeddings=False, norm_fastlayer_input=False)
+    shape = dataclasses.replace(fast_shape(SMALL), embedding_length=96, project_in=True)
+    if request.param == "qk_norm":
+        config = dataclasses.replace(SMALL, tie_word_embeddings=False)
+        shape = dataclasses.replace(shape, attention_qk_norm=True, project_in_bias=True)
+    path = tmp_path_factory.mktemp("looped") / "model.gguf"
+    make_model(path, config, fast=shape, seed=8)
+    with slowar.Model(path, backend="cpu") as model:
+        yield model
+
+
+def forced_choices(model: slowar.Model, seed: int, forced: Tokens) -> Tokens:
+    """(n_codebook, T): what the sampler chooses where ``forced`` is what goes on; -1: the end."""
+    begin = model.config.semantic_begin_id
+    sampler = slowar.Sampler(model.config, seed=seed, im_end_id=END)
+    options: dict[str, Any] = {"kv_type": "f32", "n_threads": 1, "extra_ids": (END,)}
+    frames = []
+    with model.session(PROMPT.shape[1] + forced.shape[1], logits="semantic", **options) as session:
+        out = session.prefill(PROMPT)
+        for given in forced.T:
+            token = sampler.token(out.logits, out.ids)
+            chosen = [-1 if token == END else token - begin]
+
+            def choose(codebook: int, logits: npt.NDArray[np.float32]) -> Any:
+                chosen.append(sampler.code(codebook, logits[0]))  # noqa: B023
+                return [given[codebook]]  # noqa: B023  called in this round alone
+
+            model.fast_ar().frames(out.hidden[None], given[:1], choose, n_threads=1)
+            frames.append(chosen)
+            out = session.step([begin + given[0], *given])
+    choices: Tokens = np.array(frames, np.int32).T
+    return choices
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("traits", ["tied", "projected"])
-def test_free_running(traits: str, seed: int, other: slowar.Model, tmp_path: Path) -> None:
-    """50 frames with the uniforms of docs/generation.md: the codes of a loop in doubles."""
-    path = Path(other.path)
-    if traits == "projected":
-        path = tmp_path / "projected.gguf"
-        config = dataclasses.replace(SMALL, tie_word_embeddings=False, norm_fastlayer_input=False)
-        shape = dataclasses.replace(fast_shape(SMALL), embedding_length=96, project_in=True)
-        make_model(path, config, fast=shape, seed=8)
-    settings = reference.Settings()
+def test_teacher_forced(looped: slowar.Model, seed: int) -> None:
+    """50 frames of any codes: at each, choices of a loop in doubles that was given the same."""
+    rng = np.random.default_rng(seed)
+    forced = rng.integers(0, SMALL.codebook_size, (SMALL.n_codebook, 50), np.int32)
     expected = reference.generate(
-        path,
+        Path(looped.path),
         PROMPT,
         max_frames=50,
         im_end_id=END,
         uniforms=reference.philox_uniforms(seed),
-        settings=settings,
+        forced=forced,
     )
-    with slowar.Model(path, backend="cpu") as model:
-        found = run(model, seed, max_frames=50)
+    np.testing.assert_array_equal(forced_choices(looped, seed, forced), expected)
+    assert (expected != forced).mean() > 0.8  # of 16 codes one is given by chance
+
+
+@pytest.mark.parametrize("min_frames", [0, 50])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_free_running(looped: slowar.Model, seed: int, min_frames: int) -> None:
+    """50 frames with the uniforms of docs/generation.md, or until the end token is drawn: the codes
+    of a loop in doubles."""
+    expected = reference.generate(
+        Path(looped.path),
+        PROMPT,
+        max_frames=50,
+        im_end_id=END,
+        uniforms=reference.philox_uniforms(seed),
+        settings=reference.Settings(min_frames=min_frames),
+    )
+    found = run(looped, seed, max_frames=50, min_frames=min_frames)
     np.testing.assert_array_equal(found.codes, expected)
     assert found.codes.dtype == np.int32
+    assert found.codes.shape[1] >= min_frames
     assert found.seed == seed
     assert found.finished == ("length" if found.codes.shape[1] == 50 else "end")
     np.testing.assert_array_equal(found.tokens, found.codes[0] + SMALL.semantic_begin_id)
@@ -270,20 +352,84 @@ def test_temperature_0_is_the_largest_logit(other: slowar.Model) -> None:
     assert one.shape == (10, 30)
 
 
-def test_progress_and_timings(other: slowar.Model) -> None:
+def test_progress(other: slowar.Model) -> None:
     seen: list[Any] = []
-    found = long(
+    long(
         other,
         1,
         progress=lambda *at: seen.append(at),
         on_frame=lambda frame: seen.append(frame.number),
     )
     assert seen == [x for i in range(30) for x in (i, (i + 1, 30))]
-    t = found.timings
-    assert min(t.prefill, t.slow_ar, t.fast_ar, t.sampling) > 0
+
+
+def assert_never_decreasing(timings: list[slowar.Timings]) -> None:
+    """A generation's, frame after frame, and all of them spent in the end."""
+    table = np.array([dataclasses.astuple(t) for t in timings])
+    assert (np.diff(table, axis=0) >= 0).all()
+    assert (table[-1] > 0).all()
+    assert (table[:, 0] == table[0, 0]).all()  # the prefill comes before the first
+
+
+def test_timings(other: slowar.Model) -> None:
+    seen: list[slowar.Timings] = []
+    found = long(other, 1, on_frame=lambda frame: seen.append(frame.timings))
+    assert len(seen) == 30
+    assert seen[0].slow_ar == 0  # the first frame follows from the prefill
+    assert_never_decreasing([*seen, found.timings])
+    streamed = slowar.stream(other, PROMPT, max_frames=5, min_frames=5, im_end_id=END)
+    assert_never_decreasing([frame.timings for frame in streamed])
+
+
+def test_on_prefill(tiny: slowar.Model) -> None:
+    """After each 512 positions; of a prompt in the cache, what is left of it."""
+    seen: list[tuple[int, int]] = []
+    prompt = make_prompt(TINY, 600)
+    cache = tiny.prefix_cache(2**24)
+    for _ in range(2):
+        slowar.generate(
+            tiny,
+            prompt,
+            max_frames=1,
+            im_end_id=END,
+            prefix_cache=cache,
+            on_prefill=lambda *at: seen.append(at),
+        )
+    assert seen == [(512, 600), (600, 600), (600, 600)]
 
 
 # ---- ends
+
+
+def test_cancel_during_the_prompt(tiny: slowar.Model) -> None:
+    """No further chunk is evaluated."""
+    cancel = threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    def on_prefill(done: int, n: int) -> None:
+        seen.append((done, n))
+        cancel.set()
+
+    found = slowar.generate(
+        tiny,
+        make_prompt(TINY, 600),
+        max_frames=5,
+        im_end_id=END,
+        cancel=cancel,
+        on_prefill=on_prefill,
+    )
+    assert (found.finished, found.codes.shape, found.tokens.shape) == ("cancelled", (10, 0), (0,))
+    assert seen == [(512, 600)]
+
+
+def test_ctrl_c_during_the_prompt(other: slowar.Model) -> None:
+    def on_prefill(done: int, n: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    found = long(other, 1, on_prefill=on_prefill, on_interrupt="return")
+    assert (found.finished, found.codes.shape) == ("cancelled", (10, 0))
+    with pytest.raises(KeyboardInterrupt):
+        long(other, 1, on_prefill=on_prefill)
 
 
 def test_cancel_within_one_frame(other: slowar.Model) -> None:
@@ -364,6 +510,9 @@ def test_bad_values(
 ) -> None:
     with pytest.raises(kind, match=says):
         run(other, **options)
+    if not {"on_interrupt", "kv_type"} & set(options):
+        with pytest.raises(kind, match=says):  # at the call, not with the first frame
+            slowar.stream(other, PROMPT, **({"max_frames": 30, "im_end_id": END} | options))
     assert run(other, max_frames=236).codes.shape[0] == 10
 
 

@@ -83,10 +83,13 @@ def open_runner(model: Model, **options: Any) -> BatchRunner:
     return BatchRunner(model, **{**same, **options})
 
 
-def alone(model: Model, prompt: Tokens, choose: Greedy, n_ctx: int = N_CTX) -> Result:
+def alone(
+    model: Model, prompt: Tokens, choose: Greedy, n_ctx: int = N_CTX, **options: Any
+) -> Result:
     """The request on a session of its own, the prompt at once."""
     frames = []
-    with model.session(n_ctx, n_threads=1, kv_type="f32", logits="semantic") as session:
+    same: dict[str, Any] = {"n_threads": 1, "kv_type": "f32", "logits": "semantic"}
+    with model.session(n_ctx, **same, **options) as session:
         out = session.prefill_fast(prompt)
         while (frame := choose(out)) is not None:
             frames.append(frame)
