@@ -23,11 +23,14 @@ namespace {
 constexpr size_t least_bytes = size_t(32) << 10;
 
 // How far ahead memory is asked for what comes next. From 2 to 8 KiB there is no difference to be seen.
-constexpr int64_t ahead_bytes = 4096;
+constexpr size_t ahead_bytes = 4096;
 
 // Vectors that a row is multiplied by at once: their sums have to stay in registers, beside what decodes the row.
 constexpr int n_few  = 4;
 constexpr int n_many = 8;
+
+// Rows that are multiplied by more than a few vectors before the next are.
+constexpr int64_t n_again = 8;
 
 // With more vectors than this a row is decoded once for all of them, into memory: a tile of so many rows and blocks at a
 // time, which stays in the second-level cache, while as many blocks of n_many vectors stay in the first.
@@ -66,17 +69,19 @@ struct vectors {
     vectors from(int64_t v) const { return { at + v, n_all }; }
 };
 
-// Blocks [first, last) of a row.
-struct part {
-    const char * at;    // the first of them
-    const char * next;  // what will be read later, as much of it; nullptr: nothing
+// Blocks [first, last) of each of n rows.
+struct rows {
+    const char * at;
+    size_t       stride;
+    int64_t      n;
     int64_t      first;
     int64_t      last;
+    size_t       ahead;  // how far behind each block memory is asked for what will be read later; 0: for nothing
 };
 
-// A part of a row times the first few vectors; the products are n_out apart. Those of the first part begin there, others
-// are added.
-using multiply_t = void (*)(const part & row, const vectors & x, float * out, int64_t n_out);
+// Parts of rows times the first few vectors; the products of a vector are side by side, those of the next n_out behind
+// them. With the first blocks they begin, with others they are added to.
+using multiply_t = void (*)(const rows & w, const vectors & x, float * out, int64_t n_out);
 
 struct opened_block;  // a decoded one
 
@@ -85,7 +90,7 @@ struct kernel {
     size_t     block_bytes;
     size_t     rounded_bytes;  // of ggml's blocks of vectors
     multiply_t few[n_few];
-    void (*open)(const part & row, opened_block * to);  // nullptr: rows are decoded each time
+    void (*open)(const rows & w, opened_block * to);  // nullptr: rows are decoded each time
 };
 
 // ggml's formats of blocks, as its files have them and as it rounds vectors.
@@ -126,9 +131,9 @@ void store(void * p, __m256i v) {
     _mm256_storeu_si256(static_cast<__m256i *>(p), v);
 }
 
-void ask_for(const part & row, int64_t i, size_t n_bytes) {
-    for (size_t b = 0; row.next && b < n_bytes; b += 64) {
-        _mm_prefetch(row.next + size_t(i - row.first) * n_bytes + b, _MM_HINT_T0);
+void ask_for(const void * p, size_t n_bytes) {
+    for (size_t b = 0; b < n_bytes; b += 64) {
+        _mm_prefetch(static_cast<const char *>(p) + b, _MM_HINT_T0);
     }
 }
 
@@ -257,74 +262,91 @@ class opened {
     const block & w;
 };
 
-template <int n> void give(const part & row, const __m256 (&acc)[n], float * out, int64_t n_out) {
-    for (int v = 0; v < n; v++) {
-        out[v * n_out] = sum(acc[v]) + (row.first > 0 ? out[v * n_out] : 0.0f);
+// The blocks of row r; those before the first are not there.
+template <typename block_t> const block_t * blocks_of(const rows & w, int64_t r) {
+    return reinterpret_cast<const block_t *>(w.at + size_t(r) * w.stride) - w.first;
+}
+
+template <typename block_t> void ask_behind(const rows & w, const block_t * block) {
+    if (w.ahead > 0) {
+        ask_for(reinterpret_cast<const char *>(block) + w.ahead, sizeof(*block));
     }
 }
 
-template <typename format, int n> void multiply(const part & row, const vectors & x, float * out, int64_t n_out) {
-    const auto * blocks = reinterpret_cast<const typename format::block *>(row.at) - row.first;
-    __m256       acc[n];
-    std::fill_n(acc, n, _mm256_setzero_ps());
-    for (int64_t i = row.first; i < row.last; i++) {
-        ask_for(row, i, sizeof(*blocks));
-        const format          w(blocks[i]);
-        const rounded_block * y = x.block(i);
-        __m256i               total[n];
-        std::fill_n(total, n, _mm256_setzero_si256());
+template <int n> void give(const rows & w, const __m256 (&acc)[n], float * out, int64_t n_out) {
+    for (int v = 0; v < n; v++) {
+        out[v * n_out] = sum(acc[v]) + (w.first > 0 ? out[v * n_out] : 0.0f);
+    }
+}
+
+template <typename format, int n> void multiply(const rows & w, const vectors & x, float * out, int64_t n_out) {
+    for (int64_t r = 0; r < w.n; r++) {
+        const auto * row = blocks_of<typename format::block>(w, r);
+        __m256       acc[n];
+        std::fill_n(acc, n, _mm256_setzero_ps());
+        for (int64_t i = w.first; i < w.last; i++) {
+            ask_behind(w, row + i);
+            const format          block(row[i]);
+            const rounded_block * y = x.block(i);
+            __m256i               total[n];
+            std::fill_n(total, n, _mm256_setzero_si256());
 #    pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            const __m256i q = w.numbers(j);
-            const __m256i s = w.scales(j);
+            for (int j = 0; j < 8; j++) {
+                const __m256i q = block.numbers(j);
+                const __m256i s = block.scales(j);
+                for (int v = 0; v < n; v++) {
+                    const __m256i products = _mm256_maddubs_epi16(q, load(y[v].q + 32 * j));
+                    total[v]               = now(_mm256_add_epi32(total[v], _mm256_madd_epi16(s, products)));
+                }
+            }
+            const __m256i offsets = block.offsets();
             for (int v = 0; v < n; v++) {
-                const __m256i products = _mm256_maddubs_epi16(q, load(y[v].q + 32 * j));
-                total[v]               = now(_mm256_add_epi32(total[v], _mm256_madd_epi16(s, products)));
+                acc[v] = add(acc[v], block.d() * y[v].d, total[v]);
+                acc[v] = add(acc[v], -block.d_offset() * y[v].d, _mm256_madd_epi16(offsets, load(y[v].sums)));
             }
         }
-        const __m256i offsets = w.offsets();
-        for (int v = 0; v < n; v++) {
-            acc[v] = add(acc[v], w.d() * y[v].d, total[v]);
-            acc[v] = add(acc[v], -w.d_offset() * y[v].d, _mm256_madd_epi16(offsets, load(y[v].sums)));
-        }
+        give(w, acc, out + r, n_out);
     }
-    give(row, acc, out, n_out);
 }
 
-template <typename format> void open(const part & row, opened_block * to) {
-    const auto * blocks = reinterpret_cast<const typename format::block *>(row.at) - row.first;
-    for (int64_t i = row.first; i < row.last; i++, to++) {
-        ask_for(row, i, sizeof(*blocks));
-        const format w(blocks[i]);
+template <typename format> void open(const rows & w, opened_block * to) {
+    for (int64_t r = 0; r < w.n; r++) {
+        const auto * row = blocks_of<typename format::block>(w, r);
+        for (int64_t i = w.first; i < w.last; i++, to++) {
+            ask_behind(w, row + i);
+            const format block(row[i]);
 #    pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            store(to->q + 32 * j, w.numbers(j));
+            for (int j = 0; j < 8; j++) {
+                store(to->q + 32 * j, block.numbers(j));
+            }
+            _mm_store_si128(reinterpret_cast<__m128i *>(to->scales), block.bytes());
+            store(to->offsets, block.offsets());
+            to->d        = block.d();
+            to->d_offset = block.d_offset();
         }
-        _mm_store_si128(reinterpret_cast<__m128i *>(to->scales), w.bytes());
-        store(to->offsets, w.offsets());
-        to->d        = w.d();
-        to->d_offset = w.d_offset();
     }
 }
 
 // d * q: with a sign, and a factor for each 32.
-template <int n> void multiply_q8_0(const part & row, const vectors & x, float * out, int64_t n_out) {
-    const auto * blocks = reinterpret_cast<const block_q8_0 *>(row.at) - row.first;
-    __m256       acc[n];
-    std::fill_n(acc, n, _mm256_setzero_ps());
-    for (int64_t i = row.first; i < row.last; i++) {
-        ask_for(row, i, sizeof(*blocks));
-        const rounded_block * y    = x.block(i / 8);
-        const int64_t         j    = i % 8;
-        const __m256i         q    = load(blocks[i].q);
-        const __m256i         size = _mm256_sign_epi8(q, q);
-        const float           d    = _cvtsh_ss(blocks[i].d);
-        for (int v = 0; v < n; v++) {
-            const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(y[v].q + 32 * j), q));
-            acc[v] = add(acc[v], d * y[v].factors[j], _mm256_madd_epi16(_mm256_set1_epi16(1), products));
+template <int n> void multiply_q8_0(const rows & w, const vectors & x, float * out, int64_t n_out) {
+    for (int64_t r = 0; r < w.n; r++) {
+        const auto * row = blocks_of<block_q8_0>(w, r);
+        __m256       acc[n];
+        std::fill_n(acc, n, _mm256_setzero_ps());
+        for (int64_t i = w.first; i < w.last; i++) {
+            ask_behind(w, row + i);
+            const rounded_block * y    = x.block(i / 8);
+            const int64_t         j    = i % 8;
+            const __m256i         q    = load(row[i].q);
+            const __m256i         size = _mm256_sign_epi8(q, q);
+            const float           d    = _cvtsh_ss(row[i].d);
+            for (int v = 0; v < n; v++) {
+                const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(y[v].q + 32 * j), q));
+                acc[v] = add(acc[v], d * y[v].factors[j], _mm256_madd_epi16(_mm256_set1_epi16(1), products));
+            }
         }
+        give(w, acc, out + r, n_out);
     }
-    give(row, acc, out, n_out);
 }
 
 template <typename format> constexpr kernel kernel_of(ggml_type type) {
@@ -389,7 +411,7 @@ void round(ggml_type type, const float * x, int64_t n, rounded_block & to) {
     }
 }
 
-int64_t blocks_of(int64_t k) {
+int64_t rounded_blocks(int64_t k) {
     return (k + 255) / 256;
 }
 
@@ -403,7 +425,7 @@ void run_rounded(ggml_tensor * dst, int ith, int nth, void * type) {
         }
     }
     const vectors to = { reinterpret_cast<rounded_block *>(out + lists_bytes), x->ne[1] };
-    const int64_t n  = blocks_of(x->ne[0]) * to.n_all;
+    const int64_t n  = rounded_blocks(x->ne[0]) * to.n_all;
     for (int64_t i = n * ith / nth; i < n * (ith + 1) / nth; i++) {
         const int64_t at   = i / to.n_all * 256;
         const int64_t v    = i % to.n_all;
@@ -433,34 +455,33 @@ struct job {
     opened_block * room;
 };
 
-// Rows [first, last), decoded anew for every few vectors.
+// Rows [first, last), decoded anew for every few vectors. With several times so many, few rows at a time, which stay in
+// the first-level cache.
 void multiply_few(const job & t, int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) {
-        const char * row = t.w + size_t(r) * t.stride;
+    const int64_t n_rows = t.x.n_all > n_few ? n_again : last - first;
+    for (int64_t r = first; r < last; r += n_rows) {
+        rows w = { t.w + size_t(r) * t.stride, t.stride, std::min(n_rows, last - r), 0, t.n_blocks, ahead_bytes };
         for (int64_t v = 0; v < t.x.n_all; v += n_few) {
-            const multiply_t multiply = t.k.few[std::min<int64_t>(n_few, t.x.n_all - v) - 1];
-            multiply({ row, v == 0 ? row + ahead_bytes : nullptr, 0, t.n_blocks }, t.x.from(v),
-                     t.out + v * t.n_rows + r, t.n_rows);
+            t.k.few[std::min<int64_t>(n_few, t.x.n_all - v) - 1](w, t.x.from(v), t.out + v * t.n_rows + r, t.n_rows);
+            w.ahead = 0;
         }
     }
 }
 
 // Rows [first, last), tile by tile.
 void multiply_many(const job & t, int64_t first, int64_t last) {
-    for (int64_t r0 = first; r0 < last; r0 += tile_rows) {
-        const int64_t r1 = std::min(r0 + tile_rows, last);
-        for (int64_t i0 = 0; i0 < t.n_blocks; i0 += tile_blocks) {
-            const int64_t i1 = std::min(i0 + tile_blocks, t.n_blocks);
-            for (int64_t r = r0; r < r1; r++) {
-                const char * at = t.w + size_t(r) * t.stride + size_t(i0) * t.k.block_bytes;
-                t.k.open({ at, at + t.stride, i0, i1 }, t.room + (r - r0) * tile_blocks);
-            }
+    for (int64_t r = first; r < last; r += tile_rows) {
+        const int64_t n = std::min(tile_rows, last - r);
+        for (int64_t i = 0; i < t.n_blocks; i += tile_blocks) {
+            const int64_t end = std::min(i + tile_blocks, t.n_blocks);
+            const char *  at  = t.w + size_t(r) * t.stride + size_t(i) * t.k.block_bytes;
+            t.k.open({ at, t.stride, n, i, end, t.stride }, t.room);
+
+            const rows w = {
+                reinterpret_cast<const char *>(t.room), size_t(end - i) * sizeof(opened_block), n, i, end, 0
+            };
             for (int64_t v = 0; v < t.x.n_all; v += n_many) {
-                const multiply_t multiply = many[std::min<int64_t>(n_many, t.x.n_all - v) - 1];
-                for (int64_t r = r0; r < r1; r++) {
-                    const auto * row = reinterpret_cast<const char *>(t.room + (r - r0) * tile_blocks);
-                    multiply({ row, nullptr, i0, i1 }, t.x.from(v), t.out + v * t.n_rows + r, t.n_rows);
-                }
+                many[std::min<int64_t>(n_many, t.x.n_all - v) - 1](w, t.x.from(v), t.out + v * t.n_rows + r, t.n_rows);
             }
         }
     }
@@ -474,7 +495,7 @@ constexpr size_t room_bytes = GGML_PAD(size_t(tile_rows * tile_blocks) * sizeof(
 
 // Of those that rounded() made.
 int64_t n_vectors(const ggml_tensor * w, const ggml_tensor * x) {
-    return (x->ne[0] - int64_t(lists_bytes)) / (blocks_of(w->ne[0]) * int64_t(sizeof(rounded_block)));
+    return (x->ne[0] - int64_t(lists_bytes)) / (rounded_blocks(w->ne[0]) * int64_t(sizeof(rounded_block)));
 }
 
 void run_product(ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -510,7 +531,7 @@ bool has_product(const ggml_tensor * w, int64_t n_x) {
 }
 
 ggml_tensor * rounded(ggml_context * ctx, ggml_type type, ggml_tensor * x) {
-    const size_t n_bytes = lists_bytes + size_t(blocks_of(x->ne[0]) * x->ne[1]) * sizeof(rounded_block);
+    const size_t n_bytes = lists_bytes + size_t(rounded_blocks(x->ne[0]) * x->ne[1]) * sizeof(rounded_block);
     return ggml_custom_4d(ctx, GGML_TYPE_I8, int64_t(n_bytes), 1, 1, 1, &x, 1, run_rounded, GGML_N_TASKS_MAX,
                           reinterpret_cast<void *>(intptr_t(type)));
 }
