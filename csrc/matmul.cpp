@@ -333,16 +333,19 @@ template <int n> void multiply_q8_0(const rows & w, const vectors & x, float * o
         const auto * row = blocks_of<block_q8_0>(w, r);
         __m256       acc[n];
         std::fill_n(acc, n, _mm256_setzero_ps());
-        for (int64_t i = w.first; i < w.last; i++) {
-            ask_behind(w, row + i);
-            const rounded_block * y    = x.block(i / 8);
-            const int64_t         j    = i % 8;
-            const __m256i         q    = load(row[i].q);
-            const __m256i         size = _mm256_sign_epi8(q, q);
-            const float           d    = _cvtsh_ss(row[i].d);
-            for (int v = 0; v < n; v++) {
-                const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(y[v].q + 32 * j), q));
-                acc[v] = add(acc[v], d * y[v].factors[j], _mm256_madd_epi16(_mm256_set1_epi16(1), products));
+        for (int64_t i = 0; i < w.last; i += 8) {
+            const rounded_block * y      = x.block(i / 8);
+            const int64_t         n_here = std::min<int64_t>(8, w.last - i);
+            for (int64_t j = 0; j < n_here; j++) {
+                ask_behind(w, row + i + j);
+                const __m256i q    = load(row[i + j].q);
+                const __m256i size = _mm256_sign_epi8(q, q);
+                const float   d    = _cvtsh_ss(row[i + j].d);
+                for (int v = 0; v < n; v++) {
+                    const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(y[v].q + 32 * j), q));
+                    const __m256i sums     = _mm256_madd_epi16(_mm256_set1_epi16(1), products);
+                    acc[v]                 = add(acc[v], d * y[v].factors[j], sums);
+                }
             }
         }
         give(w, acc, out + r, n_out);
