@@ -59,6 +59,7 @@ def measure(type: str, repack: tuple[bool, ...], repeats: int) -> bench.Report:
         batch=(1, 2, 4, 8, 16),
         repeats=repeats,
         contended=True,
+        frames=True,
     )
     with tqdm(bar_format="{desc} [{elapsed}]") as bar:
         return bench.run(plan, bar.set_description_str)

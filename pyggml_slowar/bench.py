@@ -26,7 +26,12 @@ import numpy.typing as npt
 import psutil
 
 from . import _native, device
+from ._native import Handle
+from .fast_ar import Codes, FastAR
+from .generation import Frame as NextFrame
+from .generation import Voice, next_frames
 from .model import Model
+from .sampler import Sampler
 from .session import Logits, Session
 
 REAL_TIME = 44100 / 2048
@@ -49,6 +54,8 @@ class Plan:
     """None: ``device.default_threads()``, and beside a busy process as many as pay."""
     repeats: int = 7
     contended: bool = False
+    frames: bool = False
+    """Whole frames at each of ``past``, on mapped weights: Slow-AR, Fast-AR, sampling."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,31 @@ class BatchStep:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """A frame of a generation in milliseconds, medians.
+
+    The reference is the documented graph, and a Fast-AR that begins anew for every code.
+    """
+
+    past: int
+    slow_ar_ms: float
+    fast_ar_ms: float
+    sampling_ms: float
+    python_ms: float
+    """What is left of the whole."""
+    whole_ms: float
+    fast_ar_floor_share: float
+    reference_slow_ar_ms: float
+    reference_fast_ar_ms: float
+
+    @property
+    def reference_ms(self) -> float:
+        """Of the whole: sampling and Python are the same."""
+        mine = self.sampling_ms + self.python_ms
+        return self.reference_slow_ar_ms + self.reference_fast_ar_ms + mine
+
+
+@dataclass(frozen=True)
 class Opening:
     repack: bool
     milliseconds: float
@@ -112,6 +144,7 @@ class Report:
     steps: list[Step]
     contended: list[Step]
     batches: list[BatchStep]
+    frames: list[Frame]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,6 +179,9 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
             steps = _measure_steps(plan, sessions, tokens, bandwidth, say)
             compute = {str(c): s.compute_nbytes / 2**20 for c, s in sessions.items()}
         batches = _measure_batches(plan, models, tokens, n_threads, say) if plan.batch else []
+        frames = []
+        if plan.frames:
+            frames = _measure_frames(plan, models[False], tokens, bandwidth, n_threads, say)
         contended = []
         if plan.contended:
             sessions = _open_sessions(plan, models, length, plan.n_threads, stack)
@@ -166,7 +202,7 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
         "load_before": os.getloadavg()[0],
         "model": plan.model.name,
     }
-    return Report(machine, openings, compute, prefills, steps, contended, batches)
+    return Report(machine, openings, compute, prefills, steps, contended, batches, frames)
 
 
 def random_tokens(model: Model, n: int) -> npt.NDArray[np.int32]:
@@ -255,6 +291,93 @@ def _measure_batches(
         median = statistics.median(ms)
         out.append(BatchStep(repack, n, past, median, min(ms), max(ms), n * 1e3 / median))
     return out
+
+
+def _measure_frames(
+    plan: Plan,
+    model: Model,
+    tokens: npt.NDArray[np.int32],
+    bandwidth: float,
+    n_threads: int,
+    say: Callable[[str], None],
+) -> list[Frame]:
+    """A frame of each kind in turn."""
+    fast = model.fast_ar()
+    end = tuple({0, model.config.n_vocab - 1} - {model.config.semantic_end_id})[:1]
+    out = []
+    with ExitStack() as stack:
+        flash, reference = (
+            stack.enter_context(
+                model.session(
+                    max(plan.past) + 1,
+                    n_threads=n_threads,
+                    attention=attention,
+                    logits="semantic",
+                    extra_ids=end,
+                )
+            )
+            for attention in ("flash", "reference")
+        )
+        cache = fast._cache("reference")
+        for past in plan.past:
+            rows = []
+            for i in range(plan.repeats + 1):
+                say(f"frame at {past}: {i} of {plan.repeats}")
+                for session in (flash, reference):
+                    _move_to(session, past, tokens)
+                sampler = Sampler(
+                    model.config, seed=i, min_frames=1, im_end_id=end[0], temperature=0.8
+                )
+                voice = Voice(sampler, max_frames=2)
+                start = time.perf_counter()
+                output = flash.step(tokens[:, past])
+                stepped = time.perf_counter()
+                (frame,) = next_frames(model, [voice], [output], n_threads)
+                whole = time.perf_counter() - start
+                assert isinstance(frame, NextFrame)
+                t = frame.timings
+                slow_ar = stepped - start
+                start = time.perf_counter()
+                reference.step(tokens[:, past])
+                stepped = time.perf_counter()
+                _recompute(fast, cache, output.hidden, frame.codes, n_threads)
+                recomputed = time.perf_counter() - stepped
+                rows.append(
+                    {
+                        "slow_ar_ms": slow_ar,
+                        "fast_ar_ms": t.fast_ar,
+                        "sampling_ms": t.sampling,
+                        "python_ms": whole - slow_ar - t.fast_ar - t.sampling,
+                        "whole_ms": whole,
+                        "reference_slow_ar_ms": stepped - start,
+                        "reference_fast_ar_ms": recomputed,
+                    }
+                )
+            ms = {k: statistics.median(row[k] for row in rows[1:]) * 1e3 for k in rows[0]}
+            floor = fast_bytes(model) / bandwidth * 1e3
+            out.append(Frame(past, fast_ar_floor_share=floor / ms["fast_ar_ms"], **ms))
+        cache.close()
+    return out
+
+
+def _recompute(
+    fast: FastAR, cache: Handle, hidden: npt.NDArray[np.float32], codes: Codes, n_threads: int
+) -> None:
+    """The codes of a frame as the reference makes them: from the first position, each of them."""
+
+    def run(_: Any) -> None:
+        pointer, threads = fast._with_threads(n_threads)
+        for n in range(1, len(codes)):
+            fast._evaluate(pointer, threads, [cache], codes[None, :n], hidden[None])
+
+    fast._handle.run(run)
+
+
+def fast_bytes(model: Model) -> int:
+    """What a frame's Fast-AR must read: all but the embeddings, for each code but the first."""
+    fast = model.fast_ar()
+    read = sum(t.nbytes for t in fast.tensors() if t.name != "fast_embeddings.weight")
+    return read * (model.config.n_codebook - 1)
 
 
 def _measure_prefills(
@@ -355,6 +478,17 @@ def markdown(report: Report) -> str:
             "| --- | --- | --- | --- | --- | --- |",
             *(_batch_row(b, report.batches) for b in report.batches),
         ]
+    if report.frames:
+        lines += [
+            "",
+            "A frame of a generation, in ms and shares of the whole. Reference: the documented "
+            "graph, and a Fast-AR that begins anew for every code.",
+            "",
+            "| past | Slow-AR | Fast-AR | sampling | Python | whole | Fast-AR of its floor "
+            "| reference: Slow-AR | Fast-AR | Fast-AR of the reference's | times as fast |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            *(_frame_row(f) for f in report.frames),
+        ]
     lines += [
         "",
         "| prefill | behind | positions | tok/s | of the reference |",
@@ -396,6 +530,17 @@ def _batch_row(b: BatchStep, all_batches: list[BatchStep]) -> str:
     return (
         f"| {b.n_sessions}{', repack' if b.repack else ''} | {b.past} | {b.median_ms:.1f} "
         f"| {b.low_ms:.1f} - {b.high_ms:.1f} | {b.tokens_per_second:.1f} | {ratio} |"
+    )
+
+
+def _frame_row(f: Frame) -> str:
+    parts = (f.slow_ar_ms, f.fast_ar_ms, f.sampling_ms, f.python_ms)
+    shares = " | ".join(f"{ms:.1f} ({ms / f.whole_ms:.1%})" for ms in parts)
+    return (
+        f"| {f.past} | {shares} | {f.whole_ms:.1f} | {f.fast_ar_floor_share:.2f} "
+        f"| {f.reference_slow_ar_ms:.1f} | {f.reference_fast_ar_ms:.1f} "
+        f"| {f.fast_ar_ms / f.reference_fast_ar_ms:.2f} x "
+        f"| {f.reference_ms / f.whole_ms:.1f} |"
     )
 
 

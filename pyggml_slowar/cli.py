@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--repeats", type=_positive, default=7, help="steps timed (default: 7)")
     measure.add_argument("--threads", type=_positive, help="CPU threads (default: what pays here)")
+    measure.add_argument("--frames", action="store_true", help="whole frames of a generation, too")
     measure.add_argument("--contended", action="store_true", help="again, beside a busy process")
     measure.add_argument("--json", action="store_true", help="machine-readable")
     measure.set_defaults(run=_bench)
@@ -497,6 +498,7 @@ def _bench(options: argparse.Namespace) -> None:
         n_threads=options.threads,
         repeats=options.repeats,
         contended=options.contended,
+        frames=options.frames,
     )
     with tqdm(bar_format="{desc} [{elapsed}]") as bar:
         report = bench.run(plan, bar.set_description_str)

@@ -18,7 +18,7 @@ from .model import config_of, info_of, weight_bytes
 from .session import MAX_THREADS, session_params
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .model import Model, TensorInfo
 
 Codes = npt.NDArray[np.int32]
 
@@ -78,6 +78,7 @@ class FastAR(Closing):
         places: dict[str, int] = {}
         if model.n_gpu_layers == model.config.n_layer and way.devices:
             places = {t.name: len(way.devices) - 1 for t in way.look({})}
+        self._way, self._places = way, places
         self._model = way.open(places, load=True)
         pointer = self._model._pointer
         self.config = config_of(pointer, FastConfig)
@@ -155,6 +156,11 @@ class FastAR(Closing):
 
         return self._handle.run(make)
 
+    def tensors(self) -> list[TensorInfo]:
+        """Name, type, shape, bytes and place of each tensor."""
+        self._handle.check()
+        return self._way.look(self._places)
+
     def _evaluate(
         self,
         pointer: Any,
@@ -163,14 +169,18 @@ class FastAR(Closing):
         codes: Codes,
         hidden: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
+        """Logits (n, codebook_size) behind further codes (n,) or (n, m) of n frames.
+
+        With ``hidden`` (n, n_hidden) they begin anew.
+        """
         n = len(codes)
-        column = np.ascontiguousarray(codes)
-        base = ffi.from_buffer("int32_t[]", column)
+        table = np.ascontiguousarray(codes.reshape(n, -1))
+        base = ffi.from_buffer("int32_t[]", table)
         items = ffi.new("slowar_batch_item[]", n)
         for i, session in enumerate(sessions):
             items[i].session = session._pointer
-            items[i].tokens = base + i
-            items[i].n_tokens = 1
+            items[i].tokens = base + i * table.shape[1]
+            items[i].n_tokens = table.shape[1]
         logits = np.empty((n, self.config.codebook_size), np.float32)
         mark = threads.before()
         call(
@@ -205,13 +215,16 @@ class FastAR(Closing):
         A frame begins with an empty one, so any will do, and the same give the graph that is ready.
         """
         while len(self._sessions) < n:
-            params, _keep = session_params(1, "auto", _FULL_CACHE, (), -1, "auto")
-            out = ffi.new("slowar_session **")
-            call(lib.slowar_session_open, out, self._model._pointer, params)
-            session = Handle(out[0], lib.slowar_session_close, "cache")
-            call(lib.slowar_init_kv_cache, out[0], self.config.n_ctx)
-            self._sessions.append(session)
+            self._sessions.append(self._cache("auto"))
         return self._sessions[:n]
+
+    def _cache(self, attention: str) -> Handle:
+        params, _keep = session_params(1, attention, _FULL_CACHE, (), -1, "auto")
+        out = ffi.new("slowar_session **")
+        call(lib.slowar_session_open, out, self._model._pointer, params)
+        session = Handle(out[0], lib.slowar_session_close, "cache")
+        call(lib.slowar_init_kv_cache, out[0], self.config.n_ctx)
+        return session
 
     def _checked(self, codebook: int, codes: npt.ArrayLike, n: int) -> Codes:
         array = np.asarray(codes)
