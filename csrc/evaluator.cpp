@@ -43,7 +43,7 @@ static void check_plan_memory(ggml_cgraph * nodes) {
 // codebook, an extra id and a segment in a layer can come to.
 static size_t room_for(const config & c, const graph_shape & shape, size_t n_extra_ids) {
     const size_t n_segments = shape.segments.size();
-    const size_t n_nodes    = size_t(64 * c.n_layer + 4 * c.n_codebook) + 4 * n_extra_ids + 128 +
+    const size_t n_nodes    = size_t(64 * c.n_layer + 4 * c.n_codebook) + 5 * n_extra_ids + 128 +
                               (n_segments - 1) * size_t((shape.is_reference() ? 40 : 24) * c.n_layer + 8);
     return shape.is_reference() ? std::max(n_nodes, max_graph_nodes) : n_nodes;
 }
@@ -128,7 +128,7 @@ void planned_graph::place() {
         if (is_view(node)) {
             continue;
         }
-        const int home = home_of(node);
+        const int home = node->op == GGML_OP_CUSTOM ? cpu : home_of(node);  // code of ours, which no device has
         where          = home < 0 ? where : home;
         int place      = where;
         if (!ggml_backend_supports_op(backends_[size_t(where)], node)) {

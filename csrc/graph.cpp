@@ -35,6 +35,14 @@ class builder {
   private:
     bool is_reference() const { return shape.is_reference(); }
 
+    // Nobody asked for ggml's own kernels or the documented graph, and nothing is on a device.
+    bool is_ours() const {
+        const auto is_cpu = [](const segment & s) {
+            return s.attention == attention_path::cpu;
+        };
+        return with.w.first_device() < 0 && std::all_of(shape.segments.begin(), shape.segments.end(), is_cpu);
+    }
+
     bool is_alone() const { return shape.segments.size() == 1; }
 
     // Behind the last layer's keys and values only the last positions are asked for. The documented graph computes all.
@@ -343,7 +351,7 @@ class builder {
 
     // w * x, by our own nodes where they are better; gate and up share the rounding of their x.
     ggml_tensor * multiplied(ggml_tensor * w, ggml_tensor * x) {
-        if (is_reference() || with.w.first_device() >= 0 || !has_product(w, x->ne[1])) {
+        if (!is_ours() || !has_product(w, x->ne[1])) {
             return ggml_mul_mat(ctx, w, x);
         }
         if (x != rounding.of || w->type != rounding.type || rounding.n_products == max_products) {

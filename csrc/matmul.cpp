@@ -44,7 +44,7 @@ constexpr int n_most_q8_0 = 4;
 // In front of rounded vectors: the first row of each product that nobody has taken yet.
 struct work_list {
     std::atomic<int64_t> next;
-    char                 apart[56];  // from what is read all the time: a cache line of its own
+    char                 apart[56];  // from the next list and from what is read all the time
 };
 
 constexpr size_t lists_bytes = max_products * sizeof(work_list);
@@ -106,6 +106,8 @@ struct block_q8_0 {
     int8_t      q[32];
 };
 
+static_assert(sizeof(block_q8_K) == 292 && sizeof(block_q8_0) == 34, "as ggml has them");
+
 #ifdef SLOWAR_HAS_PRODUCTS
 
 // d * scale * q - dmin * min, each of eight groups of 32
@@ -122,6 +124,8 @@ struct block_q6_K {
     int8_t   scales[16];
     uint16_t d;
 };
+
+static_assert(sizeof(block_q4_K) == 144 && sizeof(block_q6_K) == 210, "as in the files");
 
 __m256i load(const void * p) {
     return _mm256_loadu_si256(static_cast<const __m256i *>(p));
@@ -406,7 +410,7 @@ void round(ggml_type type, const float * x, int64_t n, rounded_block & to) {
             to.factors[j] = ggml_fp16_to_fp32(b[j].d);
         }
     } else {
-        block_q8_K b;
+        block_q8_K b = {};  // ggml leaves the sums of a block of zeros as they were
         from_float(x, &b, n);
         std::memcpy(to.q, b.q, sizeof(b.q));
         std::memcpy(to.sums, b.sums, sizeof(b.sums));

@@ -2,7 +2,8 @@
 //
 // A step reads every weight once and multiplies it by one number or a few. ggml leaves it to the processor to see what
 // will be read next, which gets two thirds of the memory's bandwidth on a CPU that is busy decoding; here rows are asked
-// for while those before them are multiplied. And a row is decoded once for four vectors, where ggml decodes it for each.
+// for while those before them are multiplied. And a row is decoded once for four vectors, where ggml decodes it for each;
+// of K-quants, with more than sixteen vectors, once for all.
 // The numbers are ggml's: the same rounding of the vectors to 8 bits, the same exact sums of integers within a block.
 #pragma once
 
@@ -21,6 +22,7 @@ ggml_tensor * rounded(ggml_context * ctx, ggml_type type, ggml_tensor * x);
 
 // w        [k, n_rows], in host memory
 // x        of rounded(); the product is the i-th with it
+// n_threads: the most that will compute it
 // result   F32 [n_rows, n_vectors]
 ggml_tensor * product(ggml_context * ctx, ggml_tensor * w, ggml_tensor * x, int i, int n_threads);
 

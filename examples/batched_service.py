@@ -46,7 +46,9 @@ async def serve(runner: slowar.BatchRunner, i: int, tenth: asyncio.Event) -> Non
 async def run(runner: slowar.BatchRunner) -> None:
     tenth = [asyncio.Event() for _ in range(N_CLIENTS)]
     tasks = [asyncio.create_task(serve(runner, i, tenth[i])) for i in range(N_CLIENTS)]
-    await tenth[LEAVES].wait()
+    waiting = asyncio.create_task(tenth[LEAVES].wait())
+    await asyncio.wait({waiting, tasks[LEAVES]}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
     tasks[LEAVES].cancel()  # as a server does when a connection is closed
     print(f"client {LEAVES}   left")
     for result in await asyncio.gather(*tasks, return_exceptions=True):

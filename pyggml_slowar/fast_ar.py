@@ -27,6 +27,7 @@ Choose = Callable[[int, npt.NDArray[np.float32]], npt.ArrayLike]
 
 _FAST = 1  # SLOWAR_PART_FAST
 _MOST = 128  # frames at once
+_MOST_EVALUATORS = 4  # beside the one that adapts: each has threads and compute memory of its own
 _FULL_CACHE = "f32"  # eleven positions: rounding them would save nothing
 
 
@@ -90,9 +91,16 @@ class FastAR(Closing):
                 f"{model.path}: key fish_speech.fast_context_length is {self.config.n_ctx}, "
                 f"expected {self._n_codes} or more: a position for each codebook"
             )
+        c = model.config
+        n_semantic = c.semantic_end_id - c.semantic_begin_id + 1
+        if n_semantic > self.config.codebook_size:
+            raise errors.ModelFormatError(
+                f"{model.path}: {n_semantic} semantic ids, expected at most "
+                f"{self.config.codebook_size}: each is a code of the first codebook"
+            )
         self._adapting = Threads(default_threads(), adapt=True)
         self._handle = self._evaluator(self._adapting.n)
-        self._fixed: tuple[Handle, Threads] | None = None
+        self._others: dict[int, tuple[Handle, Threads]] = {}
         self._sessions: list[Handle] = []
 
     def frames(
@@ -201,13 +209,13 @@ class FastAR(Closing):
         return Handle(out[0], lib.slowar_batch_close, "Fast-AR")
 
     def _with_threads(self, n: int) -> tuple[Any, Threads]:
-        """What evaluates with just so many threads: kept until another number is asked for."""
-        if self._fixed is None or self._fixed[1].n != n:
-            handle = self._evaluator(n)
-            if self._fixed is not None:
-                self._fixed[0].close()
-            self._fixed = handle, Threads(n, adapt=False)
-        return self._fixed[0]._pointer, self._fixed[1]
+        """What evaluates with just so many threads; kept for the last few numbers asked for."""
+        if n not in self._others:
+            while len(self._others) >= _MOST_EVALUATORS:
+                self._others.pop(next(iter(self._others)))[0].close()
+            self._others[n] = self._evaluator(n), Threads(n, adapt=False)
+        handle, threads = self._others[n]
+        return handle._pointer, threads
 
     def _caches(self, n: int) -> list[Handle]:
         """The first n of the caches, made when they are first needed.
@@ -243,10 +251,8 @@ class FastAR(Closing):
     def close(self) -> None:
         """Give it back; twice is fine."""
         super().close()
-        if self._fixed is not None:
-            self._fixed[0].close()
-            self._fixed = None
-        for session in self._sessions:
-            session.close()
+        for handle in [*self._sessions, *(handle for handle, _ in self._others.values())]:
+            handle.close()
         self._sessions = []
+        self._others = {}
         self._model.close()

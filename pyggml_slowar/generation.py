@@ -95,6 +95,13 @@ class Voice:
         """The last frame as the Slow-AR reads it: int32 (1 + n_codebook,)."""
         return np.array([self.frames[-1].token, *self.frames[-1].codes], np.int32)
 
+    def spend(self, seconds: float, *, prefill: bool) -> None:
+        """On an evaluation of the Slow-AR."""
+        if prefill:
+            self.timings.prefill += seconds
+        else:
+            self.timings.slow_ar += seconds
+
     def add(self, token: int, codes: Codes, fast_ar: float, sampling: float) -> Frame:
         """Another frame, made in so many seconds."""
         self.timings.fast_ar += fast_ar
@@ -230,7 +237,7 @@ class _Loop:
                 raise _CancelledError
             outputs.append(session.prefill(prompt, progress=progress, cache=cache))
         for voice in self._voices:
-            voice.timings.prefill += time.perf_counter() - start
+            voice.spend(time.perf_counter() - start, prefill=True)
         return outputs
 
     def _steps(self, which: list[int]) -> list[Output]:
@@ -244,7 +251,7 @@ class _Loop:
             out = self._model.step_batch(sessions, rows)
             outputs = [Output(h, y, out.ids) for h, y in zip(out.hidden, out.logits, strict=True)]
         for i in which:
-            self._voices[i].timings.slow_ar += time.perf_counter() - start
+            self._voices[i].spend(time.perf_counter() - start, prefill=False)
         return outputs
 
     def results(self) -> list[Generation]:
@@ -323,7 +330,7 @@ def generate(
     )
     with _opened(model, [prompt], [sampler], max_frames, cancel, session) as loop:
         try:
-            for (_, frame), *_ in loop.rounds(prefix_cache, on_prefill):
+            for [(_, frame)] in loop.rounds(prefix_cache, on_prefill):
                 if on_frame is not None:
                     on_frame(frame)
                 if progress is not None:
@@ -355,7 +362,7 @@ def stream(
 
     def frames() -> Generator[Frame, None, None]:
         with _opened(model, [prompt], [sampler], max_frames, cancel, session) as loop:
-            for (_, frame), *_ in loop.rounds(prefix_cache):
+            for [(_, frame)] in loop.rounds(prefix_cache):
                 yield frame
 
     return frames()

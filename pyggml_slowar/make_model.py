@@ -17,7 +17,7 @@ from ._native import call, ffi, lib
 from .device import default_threads
 from .model import Config
 
-TYPES = ("f32", "f16", "q8_0", "q4_k")
+TYPES = ("f32", "f16", "q8_0", "q6_k", "q4_k")
 """What ``make_model`` writes matrices as; norms and biases are always f32."""
 
 S2_PRO = Config(
@@ -135,7 +135,7 @@ def make_model(
         Written under a temporary name beside it and renamed when complete.
     type
         Of every matrix: one of ``TYPES``. Rows must be a multiple of its block (32 for q8_0, 256
-        for q4_k).
+        for q6_k and q4_k).
     fast
         The Fast-AR's shape; ``"auto"``: ``fast_shape(config)``; None: the file has no Fast-AR.
     fast_type

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from . import errors
 from ._arrays import Flat, as_frame, as_int, as_prompt, check_tokens
 from ._batch import MOST, Group, evaluate
-from .generation import Frame, Generation, Timings, Voice, next_frames
+from .generation import Frame, Generation, Voice, next_frames
 from .sampler import Sampler
 from .session import MAX_POSITIONS, Output
 
@@ -465,12 +465,11 @@ class BatchRunner:
 
     def _took(self, request: _Request, n: int, seconds: float) -> bool:
         """Note an evaluation of n positions. Whether the next frame is to be chosen now."""
-        timings = request.voice.timings if request.voice is not None else Timings()
+        if request.voice is not None:
+            request.voice.spend(seconds, prefill=request.frame is None)
         if request.frame is not None:
-            timings.slow_ar += seconds
             request.frames.append(request.frame)
             return True
-        timings.prefill += seconds
         request.done += n
         if request.done < len(request.prompt):
             return False

@@ -190,6 +190,23 @@ def test_bad_frames(other: slowar.Model, hidden: Any, first: Any, chosen: Any, s
     assert codes.tolist() == [[3] + [5] * 9]
 
 
+def test_tensors_of_a_fast_ar(other: slowar.Model) -> None:
+    fast = other.fast_ar()
+    tensors = {t.name: t for t in fast.tensors()}
+    assert tensors["fast_output.weight"].shape == (SMALL.codebook_size, fast.config.n_embd)
+    assert sum(t.nbytes for t in tensors.values()) == fast.nbytes
+
+
+def test_a_fast_ar_for_fewer_codes_than_semantic_ids(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, semantic_end_id=SMALL.semantic_begin_id + 16)
+    make_model(tmp_path / "more.gguf", config)
+    with (
+        slowar.Model(tmp_path / "more.gguf", backend="cpu") as model,
+        pytest.raises(slowar.ModelFormatError, match="17 semantic ids, expected at most 16"),
+    ):
+        model.fast_ar()
+
+
 def test_a_fast_ar_is_opened_once_and_closed_with_its_model(other: slowar.Model) -> None:
     model = slowar.Model(other.path, backend="cpu")
     fast = model.fast_ar()

@@ -29,7 +29,7 @@ from conftest import SMALL, assert_clean, make_prompt, run_child, same_bits
 
 import pyggml_slowar as slowar
 from pyggml_slowar import Model, Output, Session
-from pyggml_slowar.make_model import make_model
+from pyggml_slowar.make_model import TINY, make_model
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -392,6 +392,36 @@ def test_tensor_placement(small_path: Path, endpoints: list[str]) -> None:
         assert {t.device for t in model.tensors()} <= {names[0], "CPU"}
         with opened(model, attention="ggml") as session:
             assert worst(converse(session), expected) <= SAME
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"layers.*.w[13].weight": 0},
+        {"layers.*_norm.weight": 0},
+        {"norm.weight": 0},
+        {"layers.*.wo.weight": 0, "layers.*.w2.weight": 0},
+    ],
+)
+def test_products_of_ours_stay_here(
+    tmp_path: Path, endpoints: list[str], rules: dict[str, str | int]
+) -> None:
+    """Quantized matrices that are multiplied here between others that are not: our code is never
+    sent to a server, which would take its address for its own."""
+    make_model(tmp_path / "q4_k.gguf", TINY, "q4_k", seed=3)
+    with Model(tmp_path / "q4_k.gguf", backend="cpu") as here, opened(here) as session:
+        expected = converse(session)
+    placed = {"*": "cpu"} | rules
+    rules_in_order = {name: placed[name] for name in [*rules, "*"]}  # the first that fits
+    path = tmp_path / "q4_k.gguf"
+    with Model(path, servers=endpoints[:1], tensor_placement=rules_in_order) as model:
+        assert {t.device for t in model.tensors()} == {"CPU", model.devices[0].name}
+        with opened(model) as session:
+            found = converse(session)
+            ours = [node for node in session.graph(1) if node.op == "CUSTOM"]
+            assert session.fallbacks == []
+    assert {node.device for node in ours} == {"CPU"}
+    assert worst(found, expected) <= 5e-2  # 8-bit vectors that are rounded here and there
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""Products of quantized matrices with few vectors: csrc/matmul.cpp against numpy.
+
+numpy rounds the vectors to 8 bits as ggml does and multiplies in float64, so that what is left is
+the rounding of sums in float32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest import make_prompt
+from test_parity import relative_error
+
+import pyggml_slowar as slowar
+from pyggml_slowar.make_model import TINY, make_model
+
+pytestmark = pytest.mark.sanitize
+
+Floats = npt.NDArray[np.float64]
+
+# Rows of eleven blocks of 256: more than a tile has (8), and no multiple of it. Threads take shares
+# of the 2304 rows of wqkv that are no multiples of a tile's 16.
+CONFIG = replace(
+    TINY,
+    n_ctx=256,
+    n_vocab=300,
+    n_embd=2816,
+    n_ff=256,
+    n_layer=2,
+    n_head=12,
+    n_head_kv=12,
+    head_dim=64,
+    codebook_size=16,
+    semantic_begin_id=200,
+    semantic_end_id=215,
+)
+
+# Vectors at once. One to four share a decoded row; from five on rows are decoded for each four of
+# them, from seventeen on once for all.
+COUNTS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 24, 27, 40)
+
+MOST_Q8_0 = 4  # with more vectors ggml multiplies, and rounds them in its own way
+
+TYPES = ("q4_k", "q6_k", "q8_0")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("matmul")
+    made = {type: folder / f"{type}.gguf" for type in TYPES}
+    for type, path in made.items():
+        make_model(path, CONFIG, type, seed=5, fast=None)
+    return made
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[slowar.Model]:
+    with slowar.Model(paths[request.param], backend="cpu") as opened:
+        yield opened
+
+
+def matrix(model: slowar.Model, name: str) -> Floats:
+    tensor = next(t for t in gguf.GGUFReader(model.path).tensors if t.name == name)
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+
+
+def rounded(model: slowar.Model, x: npt.NDArray[np.float32]) -> Floats:
+    """(n, k) as the CPU's products read it. K-quants: 256 numbers to a factor, the largest becomes
+    -127; Q8_0: 32 numbers, the largest becomes 127 or -127, and the factor is a float16."""
+    if "q8_0" in model.path:
+        blocks = x.reshape(len(x), -1, 32)
+        d = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
+        q = np.rint(blocks * (np.float32(1) / d))
+        d = d.astype(np.float16)
+    else:
+        blocks = x.reshape(len(x), -1, 256)
+        largest = np.abs(blocks).argmax(axis=2, keepdims=True)
+        inverse = np.float32(-127) / np.take_along_axis(blocks, largest, axis=2)
+        q = np.minimum(np.rint(blocks * inverse), 127)
+        d = np.float32(1) / inverse
+    return np.asarray(q.astype(np.float64) * d.astype(np.float64)).reshape(x.shape)
+
+
+def products(
+    model: slowar.Model, n: int, n_threads: int
+) -> Iterator[tuple[npt.NDArray[np.float32], Floats]]:
+    """Of wqkv with n vectors: those that were computed and those of numpy, row by row."""
+    config = model.config
+    with model.session(64, n_threads=n_threads) as session:
+        _, seen = session.trace(make_prompt(config, n), ["attn_norm-0", "qkv-0"])
+    weights = matrix(model, "layers.0.attention.wqkv.weight")
+    return zip(seen["qkv-0"], rounded(model, seen["attn_norm-0"]) @ weights.T, strict=True)
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_against_numpy(model: slowar.Model, n: int, n_threads: int) -> None:
+    if "q8_0" in model.path and n > MOST_Q8_0:
+        n = 1 + n % MOST_Q8_0
+    for found, expected in products(model, n, n_threads):
+        assert relative_error(found, expected) <= 1e-6  # seen 3e-7: float32 sums of eleven blocks
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path) -> None:
+    """Q8_0 has blocks of 32: three of 256 and one of 96 here."""
+    config = replace(CONFIG, n_embd=864, n_ff=96)
+    make_model(tmp_path / "q8_0.gguf", config, "q8_0", seed=6, fast=None)
+    with slowar.Model(tmp_path / "q8_0.gguf", backend="cpu") as odd:
+        for found, expected in products(odd, n, 2):
+            assert relative_error(found, expected) <= 1e-6
+
+
+def test_the_head_against_numpy(model: slowar.Model) -> None:
+    """Rows in the middle of a matrix, by themselves and one alone."""
+    with model.session(8, logits="semantic", extra_ids=(7,)) as session:
+        out, seen = session.trace(make_prompt(CONFIG, 3), ["hidden"])
+    x = rounded(model, seen["hidden"])
+    expected = x[0] @ matrix(model, "embeddings.weight")[out.ids].T
+    assert out.ids.tolist() == [*range(200, 216), 7]
+    assert relative_error(out.logits, expected) <= 1e-6
+
+
+def test_sessions_together_are_sessions_alone(model: slowar.Model) -> None:
+    """However many share a decoded row, each has the bits that it has alone. More than sixteen sum
+    in another order, behind which roundings to 8 bits may fall apart, in a session here and there.
+    """
+    prompts = [make_prompt(CONFIG, 3 + i % 4, seed=i) for i in range(20)]
+    sessions = [model.session(16, n_threads=2, kv_type="f32") for _ in prompts]
+    alone = []
+    for session, prompt in zip(sessions, prompts, strict=True):
+        session.prefill(prompt[:, :-1])
+        alone.append(session.step(prompt[:, -1]).hidden)
+    for n in (2, 3, 4, 7, 16, 17, 20):
+        if "q8_0" in model.path and n > MOST_Q8_0:
+            break
+        for session, prompt in zip(sessions, prompts, strict=True):
+            session.rewind(prompt.shape[1] - 1)
+        rows = np.stack([prompt[:, -1] for prompt in prompts[:n]])
+        together = model.step_batch(sessions[:n], rows).hidden
+        if n <= 16:
+            np.testing.assert_array_equal(together, alone[:n])
+        else:
+            errors = [relative_error(a, b) for a, b in zip(together, alone, strict=False)]
+            assert np.median(errors) <= 1e-6
+            assert max(errors) <= 3e-2  # seen 1.4e-2: two layers of 8-bit numbers
+    for session in sessions:
+        session.close()
+
+
+def test_which_products_are_ours(model: slowar.Model) -> None:
+    """Where the processor has what they need, all of one position's; never the reference's."""
+    n_layer = CONFIG.n_layer
+    with model.session(64, attention="reference") as session:
+        assert Counter(node.op for node in session.graph(1))["MUL_MAT"] == 7 * n_layer + 1
+    with model.session(64) as session:
+        counts = {n: Counter(node.op for node in session.graph(n)) for n in (1, 4, 17)}
+    if not has_avx2():
+        pytest.skip("a processor without AVX2: ggml multiplies")
+    # Per layer attention, five products and four roundings of vectors, w1 and w3 sharing one; the
+    # head and its vector.
+    assert [counts[n]["CUSTOM"] for n in (1, 4)] == [n_layer * (1 + 5 + 4) + 2] * 2
+    assert [counts[n]["MUL_MAT"] for n in (1, 4)] == [0, 0]
+    # Seventeen positions: all products but those of what only the last leaves.
+    few = 0 if "q8_0" not in model.path else 5 * (n_layer - 1) + 1
+    assert counts[17]["MUL_MAT"] == few
+
+
+def has_avx2() -> bool:
+    """Of this processor, for which the library under test was compiled."""
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and {"avx2", "fma", "f16c"} <= set(cpus.read_text().split())
+
+
+def test_many_extra_ids(tmp_path: Path) -> None:
+    """Each is a product of its own: the graph has room for as many as a session takes."""
+    config = replace(CONFIG, n_layer=1, n_codebook=1, n_embd=256, n_head=4, n_head_kv=4)
+    path = tmp_path / "ids.gguf"
+    make_model(path, config, "q8_0", seed=6, fast=None)
+    ids = tuple(i for i in range(300) if not 200 <= i <= 215)[:256]
+    with slowar.Model(path, backend="cpu") as one:
+        with one.session(80, extra_ids=ids, logits="semantic") as session:
+            session.prefill(make_prompt(config, 64))
+            few = session.step(make_prompt(config, 1)[:, 0])
+        with one.session(80) as session:
+            session.prefill(make_prompt(config, 64))
+            all_ids = session.step(make_prompt(config, 1)[:, 0])
+    np.testing.assert_array_equal(few.ids, [*range(200, 216), *ids])
+    assert relative_error(few.logits, all_ids.logits[few.ids]) <= 1e-6
