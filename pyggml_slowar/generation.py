@@ -350,10 +350,10 @@ def stream(
     prefix_cache: PrefixCache | None = None,
     **options: Any,
 ) -> Generator[Frame, None, None]:
-    """The frames of ``generate`` as they are made, with its options and its errors.
+    """The frames of ``generate`` as they are made, with its options but for callbacks.
 
-    Options of the session are looked at with the first frame, all else by this call. Closing the
-    iterator gives the cache back.
+    Shapes, lengths and the sampler's options are looked at by this call, token values, the cache
+    and the session's options with the first frame. Closing the iterator gives the memory back.
     """
     sampling, session = _divided(options)
     sampler = Sampler(model.config, **sampling)
