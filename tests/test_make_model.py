@@ -17,6 +17,7 @@ import pyggml_slowar as slowar
 from pyggml_slowar.make_model import (
     S2_PRO,
     TINY,
+    TYPES,
     FastShape,
     fast_shape,
     fast_tensor_shapes,
@@ -150,7 +151,7 @@ def test_activations_stay_near_1(write: Write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["type", "fast_type"])
 def test_bad_types(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is 'q9', expected one of f32, f16, q8_0, q4_k$"):
+    with pytest.raises(ValueError, match=f"^{name} is 'q9', expected one of {', '.join(TYPES)}$"):
         make_model(tmp_path / "model.gguf", SMALL, **{name: "q9"})  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 

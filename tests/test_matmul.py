@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -20,8 +21,6 @@ from test_parity import relative_error
 
 import pyggml_slowar as slowar
 from pyggml_slowar.make_model import TINY, make_model
-
-pytestmark = pytest.mark.sanitize
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,8 +65,9 @@ def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[sl
         yield opened
 
 
-def matrix(model: slowar.Model, name: str) -> Floats:
-    tensor = next(t for t in gguf.GGUFReader(model.path).tensors if t.name == name)
+@cache
+def matrix(path: str, name: str) -> Floats:
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == name)
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
 
 
@@ -95,12 +95,12 @@ def products(
     config = model.config
     with model.session(64, n_threads=n_threads) as session:
         _, seen = session.trace(make_prompt(config, n), ["attn_norm-0", "qkv-0"])
-    weights = matrix(model, "layers.0.attention.wqkv.weight")
+    weights = matrix(model.path, "layers.0.attention.wqkv.weight")
     return zip(seen["qkv-0"], rounded(model, seen["attn_norm-0"]) @ weights.T, strict=True)
 
 
 @pytest.mark.parametrize("n", COUNTS)
-@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("n_threads", [1, pytest.param(3, marks=pytest.mark.sanitize)])
 def test_against_numpy(model: slowar.Model, n: int, n_threads: int) -> None:
     if "q8_0" in model.path and n > MOST_Q8_0:
         n = 1 + n % MOST_Q8_0
@@ -109,6 +109,7 @@ def test_against_numpy(model: slowar.Model, n: int, n_threads: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.sanitize
 def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path) -> None:
     """Q8_0 has blocks of 32: three of 256 and one of 96 here."""
     config = replace(CONFIG, n_embd=864, n_ff=96)
@@ -118,12 +119,13 @@ def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path) -> Non
             assert relative_error(found, expected) <= 1e-6
 
 
+@pytest.mark.sanitize
 def test_the_head_against_numpy(model: slowar.Model) -> None:
     """Rows in the middle of a matrix, by themselves and one alone."""
     with model.session(8, logits="semantic", extra_ids=(7,)) as session:
         out, seen = session.trace(make_prompt(CONFIG, 3), ["hidden"])
     x = rounded(model, seen["hidden"])
-    expected = x[0] @ matrix(model, "embeddings.weight")[out.ids].T
+    expected = x[0] @ matrix(model.path, "embeddings.weight")[out.ids].T
     assert out.ids.tolist() == [*range(200, 216), 7]
     assert relative_error(out.logits, expected) <= 1e-6
 
