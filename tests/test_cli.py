@@ -163,8 +163,20 @@ def test_bench(folder: Path) -> None:
 
 
 def test_bench_of_frames(folder: Path) -> None:
-    words = ("bench", "tiny.gguf", "--past", "8", "--prefill", "8", "--repeats", "2", "--frames")
-    report = json.loads(slowar(*words, "--json", "--threads", 1, cwd=folder).stdout)
+    words = (
+        "bench",
+        "tiny.gguf",
+        "--past",
+        "8",
+        "--prefill",
+        "8",
+        "--repeats",
+        "2",
+        "--frames",
+        "--threads",
+        "1",
+    )
+    report = json.loads(slowar(*words, "--json", cwd=folder).stdout)
     (frame,) = report["frames"]
     parts = [frame[f"{name}_ms"] for name in ("slow_ar", "fast_ar", "sampling", "python")]
     assert min(parts) > 0

@@ -134,13 +134,13 @@ def test_sessions_together_are_sessions_alone(model: slowar.Model) -> None:
     """However many share a decoded row, each has the bits that it has alone. More than sixteen sum
     in another order, behind which roundings to 8 bits may fall apart, in a session here and there.
     """
-    prompts = [make_prompt(CONFIG, 3 + i % 4, seed=i) for i in range(20)]
-    sessions = [model.session(16, n_threads=2, kv_type="f32") for _ in prompts]
+    prompts = [make_prompt(CONFIG, 3 + i % 4, seed=i) for i in range(17)]
+    sessions = [model.session(16, n_threads=1, kv_type="f32") for _ in prompts]
     alone = []
     for session, prompt in zip(sessions, prompts, strict=True):
         session.prefill(prompt[:, :-1])
         alone.append(session.step(prompt[:, -1]).hidden)
-    for n in (2, 3, 4, 7, 16, 17, 20):
+    for n in (2, 3, 4, 7, 16, 17):
         if "q8_0" in model.path and n > MOST_Q8_0:
             break
         for session, prompt in zip(sessions, prompts, strict=True):
