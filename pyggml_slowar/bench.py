@@ -158,11 +158,8 @@ def read_bandwidth(n_threads: int) -> float:
 
 def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
     """Measure what the plan asks for. ``say`` is told what happens."""
-    if plan.frames:
-        if False not in plan.repack:
-            raise ValueError("frames are measured on mapped weights: repack must not be on alone")
-        with Model(plan.model, backend="cpu") as model:
-            model.fast_ar()  # or says what is missing, before all else is measured
+    if plan.frames and False not in plan.repack:
+        raise ValueError("frames are measured on mapped weights: repack must not be on alone")
     n_threads = plan.n_threads or device.default_threads()
     say("measuring memory bandwidth")
     bandwidth = read_bandwidth(n_threads)
@@ -174,6 +171,8 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
             models[repack], opening = _open(plan.model, repack)
             stack.enter_context(models[repack])
             openings.append(opening)
+        if plan.frames:
+            models[False].fast_ar()  # or says what is missing, before anything is measured
 
         length = max([*plan.past, *plan.prefill]) + max(plan.prefill) + 1
         tokens = random_tokens(next(iter(models.values())), length)
@@ -307,6 +306,7 @@ def _measure_frames(
 ) -> list[FrameCost]:
     """A frame of each kind in turn."""
     end = _end_token(model)
+    floor = fast_bytes(model) / bandwidth * 1e3
     out = []
     with ExitStack() as stack:
         flash, reference = (
@@ -339,7 +339,6 @@ def _measure_frames(
                 row["reference_fast_ar_ms"] = time.perf_counter() - stepped
                 rows.append(row)
             ms = {k: statistics.median(row[k] for row in rows[1:]) * 1e3 for k in rows[0]}
-            floor = fast_bytes(model) / bandwidth * 1e3
             out.append(FrameCost(past, fast_ar_floor_share=floor / ms["fast_ar_ms"], **ms))
     return out
 

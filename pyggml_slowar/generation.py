@@ -419,13 +419,16 @@ def _check_length(model: Model, prompt: npt.ArrayLike, max_frames: int) -> int:
     """Positions of both together."""
     n = len(as_prompt(prompt, model.config))
     max_frames = as_int("max_frames", max_frames, 1, MAX_POSITIONS)
-    n_ctx = model.config.n_ctx
-    if n + max_frames > n_ctx:
-        raise errors.ContextFullError(
-            f"a prompt of {n} positions and max_frames of {max_frames} are more than the model's "
-            f"context of {n_ctx}"
-        )
+    check_room(n, max_frames, model.config.n_ctx, "the model's context")
     return n + max_frames
+
+
+def check_room(n: int, max_frames: int, room: int, whose: str) -> None:
+    if n + max_frames > room:
+        raise errors.ContextFullError(
+            f"a prompt of {n} positions and max_frames of {max_frames} are more than {whose} of "
+            f"{room}"
+        )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from . import errors
 from ._arrays import Flat, as_frame, as_int, as_prompt, check_tokens
 from ._batch import MOST, Group, evaluate
-from .generation import Frame, Generation, Voice, next_frames
+from .generation import Frame, Generation, Voice, check_room, next_frames
 from .sampler import Sampler
 from .session import MAX_POSITIONS, Output
 
@@ -314,11 +314,8 @@ class BatchRunner:
             raise errors.ContextFullError(
                 f"a prompt of {len(flat)} positions does not fit in {self.n_ctx}"
             )
-        if voice is not None and len(flat) + voice.max_frames > self.n_ctx:
-            raise errors.ContextFullError(
-                f"a prompt of {len(flat)} positions and max_frames of {voice.max_frames} are more "
-                f"than the runner's n_ctx of {self.n_ctx}"
-            )
+        if voice is not None:
+            check_room(len(flat), voice.max_frames, self.n_ctx, "the runner's n_ctx")
         patience = float("inf") if deadline is None else float(deadline)
         if not patience > 0:
             raise ValueError(f"deadline is {deadline} s, expected more than 0")
