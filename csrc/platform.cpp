@@ -164,9 +164,12 @@ void run_threads(int n, const std::function<void(int)> & body) {
     }
 }
 
+// Never destroyed: somebody may hold it until the very end. Made when the library is loaded: a child that was forked while
+// another thread made it at its first use would wait for that thread for ever.
+static std::shared_timed_mutex & calls_mutex = *new std::shared_timed_mutex;
+
 std::shared_timed_mutex & calls() {
-    static auto * mutex = new std::shared_timed_mutex;  // never destroyed: somebody may hold it until the very end
-    return *mutex;
+    return calls_mutex;
 }
 
 #if !defined(_WIN32)
