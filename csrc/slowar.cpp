@@ -7,11 +7,13 @@
 #include "evaluator.h"
 #include "platform.h"
 #include "remote.h"
+#include "sampler.h"
 #include "session.h"
 #include "weights.h"
 
 #include <algorithm>
 #include <cinttypes>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <tuple>
@@ -49,7 +51,7 @@ struct slowar_server {
 namespace {
 
 // The version of slowar.h.
-constexpr int32_t abi = 5;
+constexpr int32_t abi = 6;
 
 // ggml's own limit (GGML_MAX_N_THREADS).
 constexpr int32_t max_threads = 512;
@@ -250,6 +252,18 @@ void check_items(const slowar_batch & b, const slowar_batch_item * items, int32_
 void check_part(const config & c) {
     if (c.is_fast()) {
         fail(SLOWAR_ARGUMENT, "the model is a Fast-AR, expected a Slow-AR");
+    }
+}
+
+void check_choice(const slowar_choice_params & p) {
+    if (p.top_k < 1) {
+        fail(SLOWAR_ARGUMENT, "top_k is %d, expected 1 or more", p.top_k);
+    }
+    if (!(p.top_p > 0.0)) {
+        fail(SLOWAR_ARGUMENT, "top_p is %g, expected above 0", p.top_p);
+    }
+    if (!(p.temperature >= 0.0 && std::isfinite(p.temperature))) {
+        fail(SLOWAR_ARGUMENT, "temperature is %g, expected 0 or more, and finite", p.temperature);
     }
 }
 
@@ -535,6 +549,30 @@ slowar_status slowar_eval_fast(slowar_batch * batch, const slowar_batch_item * i
         b.e.eval(tasks, output::full, n_threads, nullptr, logits);
         for (int32_t i = 0; i < n_items; i++) {
             owned(items[i].session).s.advance(tasks[size_t(i)].n_tokens);
+        }
+    });
+}
+
+slowar_status slowar_choose(const float * logits, int32_t n, const slowar_choice_params * params, int32_t * chosen,
+                            int32_t * kept, double * probabilities, int32_t * n_kept, slowar_error * err) {
+    return guard(err, [&] {
+        need(logits, "logits");
+        need(params, "params");
+        need(chosen, "chosen");
+        if (n < 1) {
+            fail(SLOWAR_ARGUMENT, "n is %d, expected 1 or more", n);
+        }
+        check_choice(*params);
+        const std::vector<candidate> all = candidates(logits, n, *params);
+        *chosen                          = choose(all, *params);
+        for (size_t i = 0; kept && i < all.size(); i++) {
+            kept[i] = all[i].index;
+        }
+        for (size_t i = 0; probabilities && i < all.size(); i++) {
+            probabilities[i] = all[i].p;
+        }
+        if (n_kept) {
+            *n_kept = int32_t(all.size());
         }
     });
 }

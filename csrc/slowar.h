@@ -346,6 +346,23 @@ slowar_status slowar_eval_batch(slowar_batch * batch, const slowar_batch_item * 
 slowar_status slowar_eval_fast(slowar_batch * batch, const slowar_batch_item * items, int32_t n_items,
                                const float * hidden, int32_t n_threads, float * logits, slowar_error * err);
 
+/* ---- choosing --------------------------------------------------------------------------------------------------- */
+
+typedef struct slowar_choice_params {
+    int32_t  top_k;       /* 1 or more; more than there are candidates means all */
+    double   top_p;       /* above 0; 1 or more removes nothing */
+    double   temperature; /* 0 or more; 0: the largest logit, of equal ones the first, without a random number */
+    uint64_t seed;        /* these three are all that the random numbers depend on */
+    uint64_t frame;
+    uint64_t draw;
+} slowar_choice_params;
+
+/* Chooses one of n candidates as the upstream sampler does; docs/generation.md has the rules and the random numbers.
+ * SLOWAR_ARGUMENT when a logit is NaN or +inf, or all are -inf. What was chosen from, best first, and its float64
+ * probabilities go to kept and probabilities, which have room for min(top_k, n); these and n_kept may be NULL. */
+slowar_status slowar_choose(const float * logits, int32_t n, const slowar_choice_params * params, int32_t * chosen,
+                            int32_t * kept, double * probabilities, int32_t * n_kept, slowar_error * err);
+
 /* ---- looking inside --------------------------------------------------------------------------------------------- */
 
 /* A node of a graph, as slowar_graph_nodes lists them. */

@@ -23,7 +23,7 @@ from ._declarations import ffi as _ffi
 T = TypeVar("T")
 C = TypeVar("C", bound="Closing")
 
-ABI = 5
+ABI = 6
 """The ``slowar_abi`` this package was written against."""
 
 _LOG_BYTES = 8192
