@@ -9,12 +9,13 @@ import math
 import secrets
 from collections import deque
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ._arrays import as_int
+from ._native import call, ffi, lib
 
 if TYPE_CHECKING:
     from .model import Config
@@ -31,7 +32,6 @@ RAS_TOP_P = 0.9  # upstream's RAS_HIGH_TOP_P
 RAS_DRAW = 2**32
 """The draw number of the token that replaces a repeated one; see ``uniforms``."""
 
-_MIN_TEMPERATURE = 1e-5  # upstream divides by no less
 _MOST = 2**31 - 1
 
 
@@ -61,79 +61,13 @@ def uniforms(seed: int, frame: int, draw: int, n: int) -> Floats:
     ndarray
         float64 (n,).
     """
-    halves = _Words(seed).at(frame, draw, n).astype("<u8").view("<u4")[:n]
+    philox = np.random.Philox(key=seed, counter=[0, draw, frame, 0])
+    halves = philox.random_raw((n + 1) // 2).astype("<u8").view("<u4")[:n]
     return _as_uniform(halves)
 
 
-def _as_uniform(halves: npt.NDArray[np.unsignedinteger]) -> Floats:
+def _as_uniform(halves: npt.NDArray[np.uint32]) -> Floats:
     return np.asarray((halves + 0.5) * 2.0**-32, np.float64)
-
-
-class _Words:
-    """Philox's words for any frame and draw, from one generator that is set anew each time."""
-
-    def __init__(self, seed: int) -> None:
-        self._philox = np.random.Philox(key=seed)
-        self._state = self._philox.state
-
-    def at(self, frame: int, draw: int, n: int) -> npt.NDArray[np.uint64]:
-        self._state["state"]["counter"][:] = 0, draw, frame, 0
-        self._philox.state = self._state
-        return np.asarray(self._philox.random_raw((n + 1) // 2))
-
-
-class Ranked(NamedTuple):
-    """The candidates that may be drawn, best first. Arrays of one length."""
-
-    candidates: Indices
-    logits: Floats
-    cumulative: npt.NDArray[np.float32]
-    """Sum of the probabilities up to and with this one, at temperature 1 and over all candidates;
-    in float64, rounded as upstream compares it."""
-
-
-def rank(logits: npt.NDArray[np.floating], top_k: int) -> Ranked:
-    """The best ``top_k`` of ``logits`` (n,), sorted.
-
-    Equal logits come in the order of their index, but index 0 after all others: ``torch.sort``
-    leaves their order open, and so it is in what was recorded of the upstream sampler
-    (``tests/golden/sampler.npz``).
-
-    Raises
-    ------
-    ValueError
-        A logit is NaN or +inf, or all are -inf.
-    """
-    highest = logits.max()
-    if not np.isfinite(highest):
-        raise ValueError(f"the highest of the logits is {highest}, expected a finite number")
-    n = len(logits)
-    if top_k < n:
-        # No sort of all: what is at least the k-th best, ties of that included.
-        index = np.flatnonzero(logits >= np.partition(logits, n - top_k)[n - top_k])
-    else:
-        index = np.arange(n)
-    if index[0] == 0:
-        index = np.roll(index, -1)
-    index = index[np.argsort(-logits[index], kind="stable")[:top_k]]
-    kept = logits[index].astype(np.float64)
-    total = np.exp(logits - highest).sum(dtype=np.float64)
-    cumulative = np.cumsum(np.exp(kept - highest)) / total
-    return Ranked(index, kept, cumulative.astype(np.float32))
-
-
-def probabilities(ranked: Ranked, temperature: float, top_p: float) -> Floats:
-    """What remains of ``ranked`` after ``top_p``: float64 (m,), for the first m candidates.
-
-    A candidate is removed when the sum of the probabilities up to and with its own exceeds
-    ``top_p``: the one that crosses goes too. The first stays always. The temperature comes after
-    that.
-    """
-    m = len(ranked.candidates)
-    if top_p < 1:  # the sum is 1 but for rounding, which is to remove nothing
-        m = max(1, int(np.searchsorted(ranked.cumulative, np.float32(top_p), side="right")))
-    weights = np.exp((ranked.logits[:m] - ranked.logits[0]) / max(temperature, _MIN_TEMPERATURE))
-    return np.asarray(weights / weights.sum(), np.float64)
 
 
 class Sampler:
@@ -201,7 +135,6 @@ class Sampler:
                 f"{self._begin} to {self._end}"
             )
         self._n_codebook, self._codebook_size = config.n_codebook, config.codebook_size
-        self._words = _Words(self.seed)
         self._window = deque([0] * RAS_WINDOW, maxlen=RAS_WINDOW)
         self._ids: npt.NDArray[np.int32] | None = None
         self._where: slice | Indices = slice(0)
@@ -235,20 +168,20 @@ class Sampler:
             An id is missing, shapes differ, or a logit is NaN or infinite. Nothing was drawn.
         """
         self.check(ids)
-        if np.shape(logits) != ids.shape:
-            raise ValueError(f"logits have shape {np.shape(logits)}, expected {ids.shape}")
-        candidates = logits[self._where]
+        candidates = _floats(logits, ids.shape)[self._where]
         if self.n_frames < self.min_frames:
             candidates = candidates[:-1]
-        if self.temperature == 0:
-            token = self._id(_argmax(candidates))
-        else:
-            ranked = rank(candidates, self.top_k)
-            token = self._id(self._draw(ranked, self.n_frames, 0, self.temperature, self.top_p))
+        token = self._id(self._choose(candidates, self.n_frames, 0, self.temperature, self.top_p))
+        if (
+            self.n_frames > 0
+            and self.temperature > 0
+            and token != self.im_end_id
+            and token in self._window
+        ):
             # Upstream draws both always; here no draw has a part in another's random numbers.
-            if self.n_frames > 0 and token != self.im_end_id and token in self._window:
-                again = self._draw(ranked, self.n_frames, RAS_DRAW, RAS_TEMPERATURE, RAS_TOP_P)
-                token = self._id(again)
+            token = self._id(
+                self._choose(candidates, self.n_frames, RAS_DRAW, RAS_TEMPERATURE, RAS_TOP_P)
+            )
         if self.n_frames > 0:
             self._window.append(token)
         self.n_frames += 1
@@ -273,20 +206,24 @@ class Sampler:
         codebook = as_int("codebook", codebook, 1, self._n_codebook - 1)
         if self.n_frames == 0:
             raise ValueError("a token has to be drawn before the codes of its frame")
-        if np.shape(logits) != (self._codebook_size,):
-            expected = (self._codebook_size,)
-            raise ValueError(f"logits have shape {np.shape(logits)}, expected {expected}")
-        if self.temperature == 0:
-            return _argmax(logits)
-        ranked = rank(logits, self.top_k)
-        return self._draw(ranked, self.n_frames - 1, codebook, self.temperature, self.top_p)
+        candidates = _floats(logits, (self._codebook_size,))
+        return self._choose(candidates, self.n_frames - 1, codebook, self.temperature, self.top_p)
 
-    def _draw(self, ranked: Ranked, frame: int, draw: int, temperature: float, top_p: float) -> int:
-        p = probabilities(ranked, temperature, top_p)
-        index = ranked.candidates[: len(p)]
-        words = self._words.at(frame, draw, int(index.max()) + 1)
-        halves = (words[index >> 1] >> (32 * (index & 1)).astype(np.uint64)) & np.uint64(2**32 - 1)
-        return int(index[np.argmax(p / -np.log(_as_uniform(halves)))])
+    def _choose(
+        self,
+        logits: npt.NDArray[np.float32],
+        frame: int,
+        draw: int,
+        temperature: float,
+        top_p: float,
+    ) -> int:
+        chosen = ffi.new("int32_t *")
+        params = ffi.new(
+            "slowar_choice_params *", (self.top_k, top_p, temperature, self.seed, frame, draw)
+        )
+        given = ffi.from_buffer("float[]", logits)
+        call(lib.slowar_choose, given, len(logits), params, chosen, ffi.NULL, ffi.NULL, ffi.NULL)
+        return int(chosen[0])
 
     def _id(self, candidate: int) -> int:
         n_semantic = self._end - self._begin + 1
@@ -309,11 +246,12 @@ class Sampler:
         return np.asarray(order[found], np.intp)
 
 
-def _argmax(logits: npt.NDArray[np.float32]) -> int:
-    best = int(np.argmax(logits))  # of a NaN, if there is one
-    if not np.isfinite(logits[best]):
-        raise ValueError(f"the highest of the logits is {logits[best]}, expected a finite number")
-    return best
+def _floats(logits: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """``logits`` as C reads them; they are copied only where they are something else."""
+    array = np.ascontiguousarray(logits, np.float32)
+    if array.shape != shape:
+        raise ValueError(f"logits have shape {np.shape(logits)}, expected {shape}")
+    return array
 
 
 def _as_float(name: str, value: object) -> float:

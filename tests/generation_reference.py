@@ -145,15 +145,26 @@ def softmax(x: Floats) -> Floats:
     return np.asarray(e / e.sum(axis=-1, keepdims=True))
 
 
-def probabilities(logits: npt.ArrayLike, temperature: float, top_p: float, top_k: int) -> Floats:
-    """As upstream: of every candidate, (n,), by a sort of all. Equal logits by index, 0 last."""
+def ranking(x: Floats) -> list[int]:
+    """Equal logits by index, 0 last."""
+    return sorted(range(len(x)), key=lambda i: (-x[i], i == 0, i))
+
+
+def kept(logits: npt.ArrayLike, top_p: float, top_k: int) -> list[int]:
+    """As upstream, by a sort of all: the candidates that are not removed, best first."""
     x = np.asarray(logits, np.float64)
-    order = np.array(sorted(range(len(x)), key=lambda i: (-x[i], i == 0, i)))
+    order = np.array(ranking(x))
     cumulative = np.cumsum(softmax(x[order])).astype(np.float32)  # upstream's are float32
     removed = (cumulative > np.float32(top_p)) | (np.arange(len(x)) >= top_k)
     removed[0] = False
-    x = x.copy()
-    x[order[removed]] = -np.inf
+    return [int(i) for i in order[~removed]]
+
+
+def probabilities(logits: npt.ArrayLike, temperature: float, top_p: float, top_k: int) -> Floats:
+    """Of every candidate, (n,)."""
+    x = np.full(np.shape(logits), -np.inf)
+    stay = kept(logits, top_p, top_k)
+    x[stay] = np.asarray(logits, np.float64)[stay]
     return softmax(x / max(temperature, 1e-5))
 
 

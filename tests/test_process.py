@@ -95,6 +95,25 @@ print(session.prefill(prompt).logits.tobytes() == right)
     assert_clean(child(code, small_path, options=FORK), "0 0\nTrue\n")
 
 
+def test_an_inherited_sampler_chooses_as_its_parent_does(small_path: Path) -> None:
+    """It holds nothing of C's."""
+    code = """
+with slowar.Model(path, backend="cpu") as model:
+    sampler = slowar.Sampler(model.config, seed=7, im_end_id=5, temperature=1.5, top_p=1.0)
+ids = np.append(np.arange(200, 216), 5)
+logits = np.random.default_rng(0).normal(size=(30, 17)).astype(np.float32)
+read, write = os.pipe()
+
+def body():
+    os.write(write, bytes(sampler.token(row, ids) for row in logits))
+
+ends = forked(body), forked(body)
+mine = bytes(sampler.token(row, ids) for row in logits)
+print(*ends, os.read(read, 99) == mine + mine, len(set(mine)) > 5)
+"""
+    assert_clean(child(code, small_path, options=FORK), "0 0 True True\n")
+
+
 def test_a_session_without_a_cache_is_refused_as_inherited(small_path: Path) -> None:
     code = """
 model = slowar.Model(path, backend="cpu")
