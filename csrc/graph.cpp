@@ -351,7 +351,7 @@ class builder {
 
     // w * x, by our own nodes where they are better; gate and up share the rounding of their x.
     ggml_tensor * multiplied(ggml_tensor * w, ggml_tensor * x) {
-        if (!is_ours() || !has_product(w, x->ne[1])) {
+        if (!is_ours() || !has_product(w)) {
             return ggml_mul_mat(ctx, w, x);
         }
         if (x != rounding.of || w->type != rounding.type || rounding.n_products == max_products) {

@@ -1,18 +1,20 @@
-// Products of quantized matrices with few vectors, on the CPU, as nodes of a graph.
+// Products of quantized matrices with vectors, on the CPU, as nodes of a graph.
 //
 // A step reads every weight once and multiplies it by one number or a few. ggml leaves it to the processor to see what
-// will be read next, which gets two thirds of the memory's bandwidth on a CPU that is busy decoding; here rows are asked
-// for while those before them are multiplied. And a row is decoded once for four vectors, where ggml decodes it for each;
-// of K-quants, with more than sixteen vectors, once for all.
+// will be read next, which gets two thirds of the memory's bandwidth on a CPU that is busy decoding; here four rows are
+// read at a time, from as many places, and each is asked for while what lies before it is multiplied. A row is decoded
+// once for up to four vectors; with more of them once for all, and laid side by side with its neighbours, so that a
+// register holds a number of each and no sum is ever taken across it.
 // The numbers are ggml's: the same rounding of the vectors to 8 bits, the same exact sums of integers within a block.
+// A product has the same bits, however many vectors there are and whoever computes it.
 #pragma once
 
 #include "ggml.h"
 
 namespace slowar {
 
-// Whether product() has a kernel for this matrix, where it lies, and so many vectors, and is not slower than ggml's.
-bool has_product(const ggml_tensor * w, int64_t n_x);
+// Whether product() has a kernel for this matrix, where it lies.
+bool has_product(const ggml_tensor * w);
 
 // Products that may share one rounding of their vectors.
 constexpr int max_products = 2;
