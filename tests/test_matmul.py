@@ -24,8 +24,8 @@ from pyggml_slowar.make_model import TINY, make_model
 
 Floats = npt.NDArray[np.float64]
 
-# Rows of seventeen blocks of 256, one more than a tile has. The head's 300 rows are no multiple of a
-# tile's 16 and end in half a register.
+# Rows of seventeen blocks of 256, one more than a tile has. The head has 300 rows: no multiple of a
+# tile's 16, and the last ones fill half a register.
 CONFIG = replace(
     TINY,
     n_ctx=256,
