@@ -156,13 +156,27 @@ def read_bandwidth(n_threads: int) -> float:
     return float(out[0])
 
 
+class _Memory:
+    """The memory's bandwidth, looked at often: it changes with what else the host runs."""
+
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self.seen: list[float] = []
+
+    def look(self) -> None:
+        self.seen.append(read_bandwidth(self.n_threads))
+
+    def floor_ms(self, n_bytes: int) -> float:
+        """The least time in which ``n_bytes`` are read, by the mean of the last two looks."""
+        return n_bytes / statistics.mean(self.seen[-2:]) * 1e3
+
+
 def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
     """Measure what the plan asks for. ``say`` is told what happens."""
     if plan.frames and False not in plan.repack:
         raise ValueError("frames are measured on mapped weights: repack must not be on alone")
     n_threads = plan.n_threads or device.default_threads()
-    say("measuring memory bandwidth")
-    bandwidth = read_bandwidth(n_threads)
+    memory = _Memory(n_threads)
     openings = []
     with ExitStack() as stack:
         models = {}
@@ -179,29 +193,28 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
         with ExitStack() as sessions_stack:
             sessions = _open_sessions(plan, models, length, n_threads, sessions_stack)
             prefills = _measure_prefills(plan, sessions, tokens, say)
-            steps = _measure_steps(plan, sessions, tokens, bandwidth, say)
+            steps = _measure_steps(plan, sessions, tokens, memory, say)
             compute = {str(c): s.compute_nbytes / 2**20 for c, s in sessions.items()}
         batches = _measure_batches(plan, models, tokens, n_threads, say) if plan.batch else []
         frames = []
         if plan.frames:
-            frames = _measure_frames(plan, models[False], tokens, bandwidth, n_threads, say)
+            frames = _measure_frames(plan, models[False], tokens, memory, say)
         contended = []
         if plan.contended:
             sessions = _open_sessions(plan, models, length, plan.n_threads, stack)
             for session in sessions.values():
                 _move_to(session, max(plan.past), tokens)
             with busy_neighbour():
-                contended = _measure_steps(plan, sessions, tokens, bandwidth, say)
-        # A second look: a machine that is not quiet shows here.
-        after = read_bandwidth(n_threads)
+                contended = _measure_steps(plan, sessions, tokens, _Memory(n_threads), say)
     machine = {
         "cpu": next(d for d in device.devices() if d.type == "cpu").description,
         "cpus": os.cpu_count(),
         "platform": platform.platform(),
         "threads": n_threads,
         "build": device.build_info(),
-        "bandwidth_gb_per_s": bandwidth / 1e9,
-        "bandwidth_after_gb_per_s": after / 1e9,
+        "bandwidth_gb_per_s": statistics.median(memory.seen) / 1e9,
+        "bandwidth_lowest_gb_per_s": min(memory.seen) / 1e9,
+        "bandwidth_highest_gb_per_s": max(memory.seen) / 1e9,
         "load_before": os.getloadavg()[0],
         "model": plan.model.name,
     }
@@ -300,13 +313,12 @@ def _measure_frames(
     plan: Plan,
     model: Model,
     tokens: npt.NDArray[np.int32],
-    bandwidth: float,
-    n_threads: int,
+    memory: _Memory,
     say: Callable[[str], None],
 ) -> list[FrameCost]:
     """A frame of each kind in turn."""
     end = _end_token(model)
-    floor = fast_bytes(model) / bandwidth * 1e3
+    n_threads = memory.n_threads
     out = []
     with ExitStack() as stack:
         flash, reference = (
@@ -325,6 +337,7 @@ def _measure_frames(
         stack.callback(anew.close)
         for past in plan.past:
             rows = []
+            memory.look()
             for i in range(plan.repeats + 1):
                 say(f"frame at {past}: {i} of {plan.repeats}")
                 for session in (flash, reference):
@@ -338,7 +351,9 @@ def _measure_frames(
                 row["reference_slow_ar_ms"] = stepped - start
                 row["reference_fast_ar_ms"] = time.perf_counter() - stepped
                 rows.append(row)
+            memory.look()
             ms = {k: statistics.median(row[k] for row in rows[1:]) * 1e3 for k in rows[0]}
+            floor = memory.floor_ms(fast_bytes(model))
             out.append(FrameCost(past, fast_ar_floor_share=floor / ms["fast_ar_ms"], **ms))
     return out
 
@@ -430,7 +445,7 @@ def _measure_steps(
     plan: Plan,
     sessions: Sessions,
     tokens: npt.NDArray[np.int32],
-    bandwidth: float,
+    memory: _Memory,
     say: Callable[[str], None],
 ) -> list[Step]:
     out = []
@@ -438,6 +453,7 @@ def _measure_steps(
         for session in sessions.values():
             _move_to(session, past, tokens)
         times: dict[Configuration, list[float]] = {c: [] for c in sessions}
+        memory.look()
         for i in range(plan.repeats + 1):
             say(f"step at {past}: {i} of {plan.repeats}")
             for configuration, session in sessions.items():
@@ -446,9 +462,10 @@ def _measure_steps(
                 session.step(tokens[:, past])
                 if i > 0:  # the first round warms up
                     times[configuration].append((time.perf_counter() - start) * 1e3)
+        memory.look()
         for configuration, ms in times.items():
             read = step_bytes(sessions[configuration].model, configuration.logits, past)
-            floor = read / bandwidth * 1e3
+            floor = memory.floor_ms(read)
             median = statistics.median(ms)
             out.append(Step(configuration, past, median, min(ms), max(ms), floor / median))
     return out
@@ -481,8 +498,9 @@ def markdown(report: Report) -> str:
     m = report.machine
     lines = [
         f"{m['model']} on {m['cpu']} ({m['cpus']} CPUs), {m['threads']} threads, {m['build']}.",
-        f"Memory reads at {m['bandwidth_gb_per_s']:.1f} GB/s "
-        f"({m['bandwidth_after_gb_per_s']:.1f} at the end of the run).",
+        f"Memory reads at {m['bandwidth_gb_per_s']:.1f} GB/s (the median; "
+        f"{m['bandwidth_lowest_gb_per_s']:.1f} to {m['bandwidth_highest_gb_per_s']:.1f}, "
+        "looked at before and after the steps of each row).",
         "Steps are the Slow-AR's alone, no real-time factor: Fast-AR and codec come on top. "
         f"Real time needs {REAL_TIME:.2f} steps a second.",
         "",

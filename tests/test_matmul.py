@@ -192,3 +192,43 @@ def test_many_extra_ids(tmp_path: Path) -> None:
             all_ids = session.step(make_prompt(config, 1)[:, 0])
     np.testing.assert_array_equal(few.ids, [*range(200, 216), *ids])
     assert relative_error(few.logits, all_ids.logits[few.ids]) <= 1e-6
+
+
+def halves(rng: np.random.Generator, n: int) -> npt.NDArray[np.uint8]:
+    """(n, 2): float16 from -0.02 to 0.02 as bytes."""
+    return rng.uniform(-0.02, 0.02, (n, 1)).astype("<f2").view(np.uint8)
+
+
+@pytest.mark.parametrize("n", [4, 9])
+@pytest.mark.parametrize(
+    ("type", "block_bytes", "d_at"),
+    [("q4_k", 144, (0, 2)), ("q6_k", 210, (208,)), ("q8_0", 34, (0,))],
+)
+@pytest.mark.sanitize
+def test_any_bytes(
+    type: str,
+    block_bytes: int,
+    d_at: tuple[int, ...],
+    n: int,
+    paths: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Scales and numbers at both ends of their ranges; no quantizer writes -128."""
+    rng = np.random.default_rng(9)
+    path = tmp_path / "any.gguf"
+    content = bytearray(paths[type].read_bytes())
+    tensor = next(
+        t
+        for t in gguf.GGUFReader(paths[type]).tensors
+        if t.name == "layers.0.attention.wqkv.weight"
+    )
+    blocks = rng.integers(0, 256, (int(tensor.n_bytes) // block_bytes, block_bytes), np.uint8)
+    blocks[::2] = rng.choice(np.array([0x00, 0x7F, 0x80, 0xFF], np.uint8), blocks[::2].shape)
+    for at in d_at:
+        blocks[:, at : at + 2] = halves(rng, len(blocks))
+    first = int(tensor.data_offset)
+    content[first : first + blocks.size] = blocks.tobytes()
+    path.write_bytes(content)
+    with slowar.Model(path, backend="cpu") as model:
+        for found, expected in products(model, n, 2):
+            assert relative_error(found, expected) <= 1e-6
