@@ -130,8 +130,8 @@ def page(reports: dict[str, bench.Report], image: str, voice: str) -> str:
 Made by `{shlex.join(["python", *sys.argv])}` (`make bench`) on {today}. Random weights of S2 Pro's
 shape; the time does not depend on their values. Each table is one run, in which the configurations
 took turns step by step. *Of the floor*: the least time in which the memory could have delivered the
-bytes that a step must read, at the bandwidth measured just before and after (the best of three
-passes by one and three by four streams to a thread), divided by the step's median."""
+bytes that a step must read, divided by the step's median. The bandwidth is the median of looks
+between the same steps, each the best of two passes by one and two by four streams to a thread."""
     parts = ["# How fast it is", intro, f"![step time against position]({image})"]
     for type, report in reports.items():
         parts += [f"## {type}", bench.markdown(report), "\n".join(growth(report))]

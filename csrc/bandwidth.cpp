@@ -14,7 +14,7 @@ namespace {
 // Far beyond any cache, small beside a model.
 constexpr size_t n_words = size_t(1) << 26;  // 512 MiB
 
-constexpr int n_rounds = 3;
+constexpr int n_rounds = 2;
 
 constexpr size_t lanes = 8;
 

@@ -12,10 +12,12 @@
 #include "weights.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cinttypes>
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <memory>
 #include <tuple>
 
 using namespace slowar;
@@ -286,20 +288,24 @@ int32_t slowar_abi(void) {
 }
 
 const char * slowar_build_info(void) {
-    static const std::string info = [] {
-        std::string words = "unknown";
-        guard(nullptr, [&] {
-            setup();
-            std::string known =
-                text("ggml %s (%s), CPU code: " SLOWAR_CPU_CODE ", backends:", ggml_version(), ggml_commit());
+    // Whoever comes first: no lock, which a child that was forked meanwhile would find taken for ever.
+    static std::atomic<const std::string *> info{ nullptr };
+    guard(nullptr, [] {
+        setup();
+        if (!info) {
+            auto words = std::make_unique<std::string>(
+                text("ggml %s (%s), CPU code: " SLOWAR_CPU_CODE ", backends:", ggml_version(), ggml_commit()));
             for (size_t i = 0; i < ggml_backend_reg_count(); i++) {
-                known += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
+                *words += text("%s %s", i > 0 ? "," : "", ggml_backend_reg_name(ggml_backend_reg_get(i)));
             }
-            words = std::move(known);
-        });
-        return words;
-    }();
-    return info.c_str();
+            const std::string * none = nullptr;
+            if (info.compare_exchange_strong(none, words.get())) {
+                words.release();
+            }
+        }
+    });
+    const std::string * known = info;
+    return known ? known->c_str() : "unknown";
 }
 
 int32_t slowar_log_take(char * out, int32_t size) {

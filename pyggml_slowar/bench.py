@@ -166,9 +166,9 @@ class _Memory:
     def look(self) -> None:
         self.seen.append(read_bandwidth(self.n_threads))
 
-    def floor_ms(self, n_bytes: int) -> float:
-        """The least time in which ``n_bytes`` are read, by the mean of the last two looks."""
-        return n_bytes / statistics.mean(self.seen[-2:]) * 1e3
+    def floor_ms(self, n_bytes: int, n_looks: int) -> float:
+        """The least time in which ``n_bytes`` are read, by the median of the last looks."""
+        return n_bytes / statistics.median(self.seen[-n_looks:]) * 1e3
 
 
 def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
@@ -337,9 +337,9 @@ def _measure_frames(
         stack.callback(anew.close)
         for past in plan.past:
             rows = []
-            memory.look()
             for i in range(plan.repeats + 1):
                 say(f"frame at {past}: {i} of {plan.repeats}")
+                memory.look()
                 for session in (flash, reference):
                     _move_to(session, past, tokens)
                 sampler = Sampler(model.config, seed=i, min_frames=1, im_end_id=end)
@@ -351,9 +351,8 @@ def _measure_frames(
                 row["reference_slow_ar_ms"] = stepped - start
                 row["reference_fast_ar_ms"] = time.perf_counter() - stepped
                 rows.append(row)
-            memory.look()
             ms = {k: statistics.median(row[k] for row in rows[1:]) * 1e3 for k in rows[0]}
-            floor = memory.floor_ms(fast_bytes(model))
+            floor = memory.floor_ms(fast_bytes(model), len(rows))
             out.append(FrameCost(past, fast_ar_floor_share=floor / ms["fast_ar_ms"], **ms))
     return out
 
@@ -453,19 +452,18 @@ def _measure_steps(
         for session in sessions.values():
             _move_to(session, past, tokens)
         times: dict[Configuration, list[float]] = {c: [] for c in sessions}
-        memory.look()
         for i in range(plan.repeats + 1):
             say(f"step at {past}: {i} of {plan.repeats}")
+            memory.look()
             for configuration, session in sessions.items():
                 session.rewind(past)
                 start = time.perf_counter()
                 session.step(tokens[:, past])
                 if i > 0:  # the first round warms up
                     times[configuration].append((time.perf_counter() - start) * 1e3)
-        memory.look()
         for configuration, ms in times.items():
             read = step_bytes(sessions[configuration].model, configuration.logits, past)
-            floor = memory.floor_ms(read)
+            floor = memory.floor_ms(read, plan.repeats + 1)
             median = statistics.median(ms)
             out.append(Step(configuration, past, median, min(ms), max(ms), floor / median))
     return out
@@ -500,7 +498,7 @@ def markdown(report: Report) -> str:
         f"{m['model']} on {m['cpu']} ({m['cpus']} CPUs), {m['threads']} threads, {m['build']}.",
         f"Memory reads at {m['bandwidth_gb_per_s']:.1f} GB/s (the median; "
         f"{m['bandwidth_lowest_gb_per_s']:.1f} to {m['bandwidth_highest_gb_per_s']:.1f}, "
-        "looked at before and after the steps of each row).",
+        "looked at before every round of steps).",
         "Steps are the Slow-AR's alone, no real-time factor: Fast-AR and codec come on top. "
         f"Real time needs {REAL_TIME:.2f} steps a second.",
         "",
