@@ -23,14 +23,8 @@ namespace {
 // The least that a thread takes from the list of work.
 constexpr size_t least_bytes = size_t(32) << 10;
 
-// How far ahead memory is asked for what comes next. From 1 to 4 KiB there is no difference to be seen.
-constexpr size_t ahead_bytes = 2048;
-
 // Vectors that rows are multiplied by at once: their sums have to stay in registers, beside what they are made of.
 constexpr int n_few = 4;
-
-// Rows at a time from as many places: memory delivers four streams faster than one.
-constexpr int n_streams = 4;
 
 // With more vectors rows are decoded once for all of them, a tile of so many rows and blocks of 256 at a time, which
 // stays in the second-level cache.
@@ -115,6 +109,12 @@ static_assert(sizeof(block_q8_K) == 292 && sizeof(block_q8_0) == 34, "as ggml ha
 
 #ifdef SLOWAR_HAS_PRODUCTS
 
+// How far ahead memory is asked for what comes next. From 1 to 4 KiB there is no difference to be seen.
+constexpr size_t ahead_bytes = 2048;
+
+// Rows at a time from as many places: memory delivers four streams faster than one.
+constexpr int n_streams = 4;
+
 // d * scale * q - dmin * min, each of eight groups of 32
 struct block_q4_K {
     uint16_t d, dmin;
@@ -197,6 +197,11 @@ __m256i spread(__m128i v, int j) {
     return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(v, which));
 }
 
+// Whether so many products by four of numbers up to `most` have a sum that fits into 16 bits, which takes it by two.
+constexpr bool fits(int n_quads, int most) {
+    return n_quads * 2 * most * 127 <= INT16_MAX;
+}
+
 // What a format is made of: for each of eight groups of 32, numbers of 8 bits without a sign and the scales of their sums
 // by two; the block's factor; and what is to be added to that, offsets by sums of the vector, with a factor of its own.
 
@@ -207,7 +212,8 @@ class q4_K {
     static constexpr int n_bytes   = 128;  // of numbers
     static constexpr int n_scales  = 8;
     static constexpr int n_offsets = 8;
-    static constexpr int n_quads   = 8;  // products by four whose sums fit into 16 bits: 8 * 2 * 15 * 127 < 2^15
+    static constexpr int n_quads   = 8;  // products by four that are added up before their sum is scaled
+    static_assert(fits(n_quads, 15));
 
     explicit q4_K(const block & w) {
         uint64_t low;
@@ -232,7 +238,9 @@ class q4_K {
 
     __m128i all_scales() const { return both; }
 
-    __m256i offsets() const { return _mm256_zextsi128_si256(_mm_unpackhi_epi8(both, _mm_setzero_si128())); }
+    __m256i offsets() const {
+        return _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_unpackhi_epi8(both, _mm_setzero_si128()), 0);
+    }
 
     static const int16_t * sums_of(const rounded_block & y) { return y.sums_32; }
 
@@ -268,7 +276,8 @@ class q6_K {
     static constexpr int n_bytes   = 192;
     static constexpr int n_scales  = 16;
     static constexpr int n_offsets = 16;
-    static constexpr int n_quads   = 2;  // 2 * 2 * 63 * 127 < 2^15
+    static constexpr int n_quads   = 2;
+    static_assert(fits(n_quads, 63));
 
     explicit q6_K(const block & w) : all(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w.scales))) {}
 
@@ -540,11 +549,13 @@ void open_q8_0(const rows & w, char * tile) {
     }
 }
 
-// Blocks [first, first + n) of rows, which come into the second-level cache.
-template <typename block> void ask_for_blocks(const rows & w, int64_t first, int64_t n) {
+// The share of rows that is to be on its way into the second-level cache when block i of n has been multiplied.
+template <typename block> void ask_for_share(const rows & w, int64_t i, int64_t n) {
+    const int64_t first = w.n_blocks * i / n;
+    const size_t  bytes = size_t(w.n_blocks * (i + 1) / n - first) * sizeof(block);
     for (int64_t r = 0; r < w.n; r++) {
         const char * at = w.row(r) + size_t(first) * sizeof(block);
-        for (size_t b = 0; b < size_t(n) * sizeof(block); b += 64) {
+        for (size_t b = 0; b < bytes; b += 64) {
             asm volatile("prefetcht1 %0" : : "m"(at[b]));
         }
     }
@@ -566,7 +577,7 @@ void give(const rows & w, int64_t first, __m256 products, float * out) {
     std::copy_n(all, std::min(n_lanes, w.n - first), out + first);
 }
 
-// Adds the products of block i, which g times eight rows have, with n vectors.
+// Adds the products of a block of g times eight rows with n vectors.
 template <typename format, int g, int n>
 [[gnu::always_inline]] inline void add_block(const opened_block<format> * w, const rounded_block * y,
                                              __m256 (&acc)[g][n]) {
@@ -649,13 +660,13 @@ void multiply_opened(const rows & w, const char * tile, const rows & next, const
     if constexpr (std::is_same_v<format, block_q8_0>) {
         const auto * blocks = reinterpret_cast<const opened_q8_0 *>(tile);
         for (int64_t i = 0; i < w.n_blocks; i += 8, blocks += g) {
-            ask_for_blocks<block_q8_0>(next, i, 8);
+            ask_for_share<block_q8_0>(next, i / 8, (w.n_blocks + 7) / 8);
             add_blocks<g, n>(blocks, x.block(i / 8), std::min<int64_t>(8, w.n_blocks - i), acc);
         }
     } else {
         const auto * blocks = reinterpret_cast<const opened_block<format> *>(tile);
         for (int64_t i = 0; i < w.n_blocks; i++, blocks += g) {
-            ask_for_blocks<typename format::block>(next, i, 1);
+            ask_for_share<typename format::block>(next, i, w.n_blocks);
             add_block<format, g, n>(blocks, x.block(i), acc);
         }
     }
@@ -669,8 +680,11 @@ void multiply_opened(const rows & w, const char * tile, const rows & next, const
 template <typename format, int n>
 void multiply_many(const rows & w, const char * tile, const rows & next, const vectors & x, bool adds, float * out,
                    int64_t n_out) {
-    n_groups(w) == 1 ? multiply_opened<format, 1, n>(w, tile, next, x, adds, out, n_out)
-                     : multiply_opened<format, 2, n>(w, tile, next, x, adds, out, n_out);
+    if (n_groups(w) == 1) {
+        multiply_opened<format, 1, n>(w, tile, next, x, adds, out, n_out);
+    } else {
+        multiply_opened<format, 2, n>(w, tile, next, x, adds, out, n_out);
+    }
 }
 
 template <typename format> constexpr kernel kernel_of(ggml_type type) {

@@ -69,7 +69,10 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Step:
-    """One configuration at one position. ``floor_share`` is floor / median, at best 1."""
+    """One configuration at one position.
+
+    ``floor_share`` is floor / median, at best 1. A busy process has its part of the memory's speed.
+    """
 
     configuration: Configuration
     past: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from conftest import make_prompt
 from test_parity import relative_error
 
 import pyggml_slowar as slowar
+from pyggml_slowar.device import build_info
 from pyggml_slowar.make_model import TINY, make_model
 
 Floats = npt.NDArray[np.float64]
@@ -61,6 +63,23 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[slowar.Model]:
     with slowar.Model(paths[request.param], backend="cpu") as opened:
         yield opened
+
+
+@pytest.fixture
+def ours(model: slowar.Model) -> slowar.Model:
+    """A model whose products are the library's own."""
+    if not has_products():
+        pytest.skip("CPU code without AVX2, FMA or F16C, or not compiled for it: ggml multiplies")
+    return model
+
+
+def has_products() -> bool:
+    """Whether the library under test has them: code for a level, or for the CPU it was built on."""
+    code = build_info().split("CPU code: ")[1].split(",")[0]
+    if code != "native":
+        return code in ("x86-64-v3", "x86-64-v4")
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and {"avx2", "fma", "f16c"} <= set(cpus.read_text().split())
 
 
 @cache
@@ -126,10 +145,10 @@ def test_the_head_against_numpy(model: slowar.Model) -> None:
     assert relative_error(out.logits, expected) <= 1e-6
 
 
-def test_positions_together_are_positions_alone(model: slowar.Model) -> None:
+def test_positions_together_are_positions_alone(ours: slowar.Model) -> None:
     """The bits of a product are those that it has alone."""
     prompt = make_prompt(CONFIG, 23)
-    with model.session(64, n_threads=2) as session:
+    with ours.session(64, n_threads=2) as session:
         _, together = session.trace(prompt, ["qkv-0"])
         for i in (0, 9, 22):
             session.reset()
@@ -137,10 +156,21 @@ def test_positions_together_are_positions_alone(model: slowar.Model) -> None:
             np.testing.assert_array_equal(together["qkv-0"][i], alone["qkv-0"][0])
 
 
-def test_sessions_together_are_sessions_alone(model: slowar.Model) -> None:
+def test_sessions_together_are_sessions_alone(ours: slowar.Model) -> None:
     """However many there are, each has the bits that it has alone."""
+    for ids in (None, (7,)):
+        with ExitStack() as stack:
+            together_is_alone(ours, ids, stack)
+
+
+def together_is_alone(model: slowar.Model, ids: tuple[int, ...] | None, stack: ExitStack) -> None:
+    """With ``ids``: of the head sixteen rows, and one by itself for each of these."""
     prompts = [make_prompt(CONFIG, 3 + i % 4, seed=i) for i in range(17)]
-    sessions = [model.session(16, n_threads=1, kv_type="f32") for _ in prompts]
+    options = {"logits": "full"} if ids is None else {"logits": "semantic", "extra_ids": ids}
+    sessions = [
+        stack.enter_context(model.session(16, n_threads=1, kv_type="f32", **options))
+        for _ in prompts
+    ]
     alone = []
     for session, prompt in zip(sessions, prompts, strict=True):
         session.prefill(prompt[:, :-1])
@@ -152,29 +182,19 @@ def test_sessions_together_are_sessions_alone(model: slowar.Model) -> None:
         together = model.step_batch(sessions[:n], rows)
         np.testing.assert_array_equal(together.hidden, [out.hidden for out in alone[:n]])
         np.testing.assert_array_equal(together.logits, [out.logits for out in alone[:n]])
-    for session in sessions:
-        session.close()
 
 
-def test_which_products_are_ours(model: slowar.Model) -> None:
-    """Where the processor has what they need, all of one position's; never the reference's."""
+def test_which_products_are_ours(ours: slowar.Model) -> None:
+    """All of any number of positions; never the reference's."""
     n_layer = CONFIG.n_layer
-    with model.session(64, attention="reference") as session:
+    with ours.session(64, attention="reference") as session:
         assert Counter(node.op for node in session.graph(1))["MUL_MAT"] == 7 * n_layer + 1
-    with model.session(64) as session:
+    with ours.session(64) as session:
         counts = {n: Counter(node.op for node in session.graph(n)) for n in (1, 4, 17)}
-    if not has_avx2():
-        pytest.skip("a processor without AVX2: ggml multiplies")
     # Per layer attention, five products and four roundings of vectors, w1 and w3 sharing one; the
     # head and its vector.
     assert [counts[n]["CUSTOM"] for n in (1, 4)] == [n_layer * (1 + 5 + 4) + 2] * 2
     assert [counts[n]["MUL_MAT"] for n in (1, 4, 17)] == [0, 0, 0]
-
-
-def has_avx2() -> bool:
-    """Of this processor, for which the library under test was compiled."""
-    cpus = Path("/proc/cpuinfo")
-    return cpus.exists() and {"avx2", "fma", "f16c"} <= set(cpus.read_text().split())
 
 
 def test_many_extra_ids(tmp_path: Path) -> None:
