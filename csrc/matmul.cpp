@@ -480,7 +480,7 @@ template <typename format> void open(const rows & w, char * tile) {
             __m256i                 bytes[format::n_bytes / 32][8], scales[format::n_scales / 8][8], offsets[8];
             for (int r = 0; r < n_lanes; r++) {
                 const block & here = eight.row[r][i];
-                ask_for(reinterpret_cast<const char *>(&here + 1), sizeof(here));
+                ask_for(reinterpret_cast<const char *>(&here + 1), sizeof(here));  // for the first-level cache
                 const format  one(here);
                 const __m128i all = one.all_scales();
                 for (int s = 0; s < format::n_scales / 8; s++) {
@@ -532,7 +532,7 @@ void open_q8_0(const rows & w, char * tile) {
                 __m256i halves[2][8];
                 for (int r = 0; r < n_lanes; r++) {
                     const block_q8_0 & here = eight.row[r][i + j];
-                    ask_for(reinterpret_cast<const char *>(&here + 3), 1);
+                    ask_for(reinterpret_cast<const char *>(&here + 3), 1);  // a line further: three of 34 bytes
                     const __m256i q = load(here.q);
                     halves[0][r]    = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(q));
                     halves[1][r]    = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(q, 1));
@@ -806,11 +806,10 @@ void multiply_tiles(const job & t, int64_t first, int64_t last) {
     const int64_t n_blocks = tile_blocks * t.k.n_per_256;
     for (int64_t r = first; r < last; r += tile_rows) {
         for (int64_t i = 0; i < t.w.n_blocks; i += n_blocks) {
-            const rows w      = t.part(r, std::min(tile_rows, last - r), i, n_blocks);
-            const bool is_end = i + n_blocks >= t.w.n_blocks;
-            const rows next   = is_end && r + tile_rows < t.w.n ? t.part(r + tile_rows, tile_rows, 0, n_blocks)
-                                : is_end                        ? rows{}
-                                                                : t.part(r, tile_rows, i + n_blocks, n_blocks);
+            const rows    w      = t.part(r, std::min(tile_rows, last - r), i, n_blocks);
+            const bool    is_end = i + n_blocks >= t.w.n_blocks;
+            const int64_t next_r = is_end ? r + tile_rows : r;
+            const rows next = next_r < t.w.n ? t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks) : rows{};
             t.k.open(w, t.tile);
             for (int64_t v = 0; v < t.x.n_all; v += n_few) {
                 const int64_t end  = std::min<int64_t>(v + n_few, t.x.n_all);

@@ -180,6 +180,8 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
         raise ValueError("frames are measured on mapped weights: repack must not be on alone")
     n_threads = plan.n_threads or device.default_threads()
     memory = _Memory(n_threads)
+    say("measuring memory bandwidth")
+    memory.look()
     openings = []
     with ExitStack() as stack:
         models = {}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import make_prompt
 
-from pyggml_slowar import Model, generate
+from pyggml_slowar import Model, bench, generate
 from pyggml_slowar.make_model import TINY, make_model
 
 N_PROMPT, N_STEPS = 20, 4
@@ -160,6 +160,14 @@ def test_bench(folder: Path) -> None:
     assert "21.53 steps a second" in table
     assert "no real-time factor" in table
     assert "flash, semantic, repack" in table
+
+
+def test_bench_without_steps(folder: Path) -> None:
+    """Prefills alone, and the bandwidth all the same."""
+    plan = bench.Plan(folder / "tiny.gguf", past=(), prefill=(8,), repeats=1, n_threads=1)
+    report = bench.run(plan)
+    assert (report.steps, len(report.prefills)) == ([], 2)
+    assert report.machine["bandwidth_gb_per_s"] > 0
 
 
 def test_bench_of_frames(folder: Path) -> None:
