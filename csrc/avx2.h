@@ -1,0 +1,253 @@
+// Kernels' common ground on processors with AVX2, FMA and F16C: registers, formats of weights, tiles.
+#pragma once
+
+#include "kernels.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#    define SLOWAR_HAS_PRODUCTS
+
+#    include <immintrin.h>
+
+#    include <algorithm>
+#    include <cstring>
+
+namespace slowar {
+
+// d * scale * q - dmin * min, each of eight groups of 32
+struct block_q4_K {
+    uint16_t d, dmin;
+    uint8_t  scales[12];  // and minima, 6 bits each
+    uint8_t  q[128];      // groups 2i and 2i + 1: the low and the high halves of 32 bytes
+};
+
+// d * scale * (q - 32), each of sixteen groups of 16
+struct block_q6_K {
+    uint8_t  low[128];  // 4 bits
+    uint8_t  high[64];  // 2 bits
+    int8_t   scales[16];
+    uint16_t d;
+};
+
+static_assert(sizeof(block_q4_K) == 144 && sizeof(block_q6_K) == 210, "as in the files");
+
+inline __m256i load(const void * p) {
+    return _mm256_loadu_si256(static_cast<const __m256i *>(p));
+}
+
+inline void store(void * p, __m256i v) {
+    _mm256_storeu_si256(static_cast<__m256i *>(p), v);
+}
+
+// Four bytes in each lane.
+inline __m256i four_bytes(const void * p) {
+    int32_t v;
+    std::memcpy(&v, p, sizeof(v));
+    return _mm256_set1_epi32(v);
+}
+
+// Asks memory for what will be read. Not by the intrinsic: gcc drops calls of a function that does nothing else.
+inline void ask_for(const char * p, size_t n_bytes) {
+    for (size_t b = 0; b < n_bytes; b += 64) {
+        asm volatile("prefetcht0 %0" : : "m"(p[b]));
+    }
+}
+
+// Compilers like to form all products before they add them up, for which there are not enough registers.
+inline __m256i now(__m256i sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
+
+// The sums of four registers, lane by lane.
+inline __m128i sums(const __m128i (&v)[4]) {
+    const __m128i ab = _mm_add_epi32(_mm_unpacklo_epi32(v[0], v[1]), _mm_unpackhi_epi32(v[0], v[1]));
+    const __m128i cd = _mm_add_epi32(_mm_unpacklo_epi32(v[2], v[3]), _mm_unpackhi_epi32(v[2], v[3]));
+    return _mm_add_epi32(_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd));
+}
+
+inline __m128i sums(const __m256i (&v)[4]) {
+    const __m256i ab  = _mm256_add_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+    const __m256i cd  = _mm256_add_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+    const __m256i all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
+// acc + factor * integers
+inline __m128 add(__m128 acc, __m128 factor, __m128i integers) {
+    return _mm_fmadd_ps(_mm_cvtepi32_ps(integers), factor, acc);
+}
+
+inline __m256 add(__m256 acc, __m256 factor, __m256i integers) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), factor, acc);
+}
+
+// The factors of four blocks.
+template <typename block> __m128 factors(const block * const (&row)[4], int64_t i) {
+    const auto d = [&row, i](int k) {
+        return int16_t(row[k][i].d);
+    };
+    return _mm_cvtph_ps(_mm_set_epi16(0, 0, 0, 0, d(3), d(2), d(1), d(0)));
+}
+
+// Numbers 2j and 2j + 1 of sixteen 8-bit numbers, as 16-bit numbers, each in one half.
+inline __m256i spread(__m128i v, int j) {
+    const __m128i which = _mm_unpacklo_epi64(_mm_set1_epi8(char(2 * j)), _mm_set1_epi8(char(2 * j + 1)));
+    return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(v, which));
+}
+
+// Whether so many products by four of numbers up to `most` have a sum that fits into 16 bits, which takes it by two.
+constexpr bool fits(int n_quads, int most) {
+    return n_quads * 2 * most * 127 <= INT16_MAX;
+}
+
+// What a format is made of: for each of eight groups of 32, numbers of 8 bits without a sign and the scales of their sums
+// by two; the block's factor; and what is to be added to that, offsets by sums of the vector, with a factor of its own.
+
+class q4_K {
+  public:
+    using block = block_q4_K;
+
+    static constexpr int n_bytes   = 128;  // of numbers
+    static constexpr int n_scales  = 8;
+    static constexpr int n_offsets = 8;
+    static constexpr int n_quads   = 8;  // products by four that are added up before their sum is scaled
+    static_assert(fits(n_quads, 15));
+
+    explicit q4_K(const block & w) {
+        uint64_t low;
+        uint32_t high;
+        std::memcpy(&low, w.scales, sizeof(low));
+        std::memcpy(&high, w.scales + sizeof(low), sizeof(high));
+        const uint64_t four  = low & 0x3f3f3f3f3f3f3f3f;  // scales, four minima
+        const uint64_t other = ((high | uint64_t(high) << 28) & 0x0f0f0f0f0f0f0f0f) | ((low >> 2) & 0x3030303030303030);
+        both                 = _mm_unpacklo_epi32(_mm_cvtsi64_si128(int64_t(four)), _mm_cvtsi64_si128(int64_t(other)));
+        twice                = _mm256_broadcastsi128_si256(_mm_cvtepu8_epi16(both));
+    }
+
+    static const uint8_t * bytes(const block & w) { return w.q; }
+
+    // Group j from 32 bytes of the block here and there: bytes(i) gives the i-th.
+    template <typename bytes_t> static __m256i numbers(int j, bytes_t bytes) {
+        const __m256i q = bytes(j / 2);
+        return _mm256_and_si256(j % 2 == 0 ? q : _mm256_srli_epi16(q, 4), _mm256_set1_epi8(15));
+    }
+
+    __m256i scales(int j) const { return _mm256_shuffle_epi8(twice, _mm256_set1_epi16(int16_t(0x0100 + 0x0202 * j))); }
+
+    __m128i all_scales() const { return both; }
+
+    __m256i offsets() const {
+        return _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_unpackhi_epi8(both, _mm_setzero_si128()), 0);
+    }
+
+    static const int16_t * sums_of(const rounded_block & y) { return y.sums_32; }
+
+    // Offsets by sums, in four parts.
+    __m128i offset(const rounded_block & y) const {
+        return _mm_madd_epi16(_mm256_castsi256_si128(offsets()),
+                              _mm_load_si128(reinterpret_cast<const __m128i *>(y.sums_32)));
+    }
+
+    // Of four blocks.
+    static void factors_of(const block * const (&row)[4], int64_t i, __m128 & d, __m128 & d_offset) {
+        const auto both_of = [&row, i](int k) {
+            int32_t v;
+            std::memcpy(&v, &row[k][i].d, sizeof(v));
+            return v;
+        };
+        const __m256 all  = _mm256_cvtph_ps(_mm_set_epi32(both_of(3), both_of(2), both_of(1), both_of(0)));
+        const __m128 low  = _mm256_castps256_ps128(all);
+        const __m128 high = _mm256_extractf128_ps(all, 1);
+        d                 = _mm_shuffle_ps(low, high, _MM_SHUFFLE(2, 0, 2, 0));
+        d_offset          = -_mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1));
+    }
+
+  private:
+    __m128i both;   // eight scales, eight minima
+    __m256i twice;  // the scales, in each half
+};
+
+class q6_K {
+  public:
+    using block = block_q6_K;
+
+    static constexpr int n_bytes   = 192;
+    static constexpr int n_scales  = 16;
+    static constexpr int n_offsets = 16;
+    static constexpr int n_quads   = 2;
+    static_assert(fits(n_quads, 63));
+
+    explicit q6_K(const block & w) : all(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w.scales))) {}
+
+    static const uint8_t * bytes(const block & w) { return w.low; }  // and the high ones behind them
+
+    template <typename bytes_t> static __m256i numbers(int j, bytes_t bytes) {
+        const __m256i low  = bytes(2 * (j / 4) + j % 2);
+        const __m256i high = bytes(4 + j / 4);
+        const __m256i two  = j % 4 == 0   ? _mm256_slli_epi16(high, 4)
+                             : j % 4 == 1 ? _mm256_slli_epi16(high, 2)
+                             : j % 4 == 2 ? high
+                                          : _mm256_srli_epi16(high, 2);
+        const __m256i four = j % 4 < 2 ? low : _mm256_srli_epi16(low, 4);
+        return _mm256_or_si256(_mm256_and_si256(four, _mm256_set1_epi8(15)),
+                               _mm256_and_si256(two, _mm256_set1_epi8(0x30)));
+    }
+
+    __m256i scales(int j) const { return spread(all, j); }
+
+    __m128i all_scales() const { return all; }
+
+    __m256i offsets() const { return _mm256_cvtepi8_epi16(all); }
+
+    static const int16_t * sums_of(const rounded_block & y) { return y.sums_16; }
+
+    __m128i offset(const rounded_block & y) const {
+        const __m256i v = _mm256_madd_epi16(offsets(), load(y.sums_16));
+        return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    }
+
+    static void factors_of(const block * const (&row)[4], int64_t i, __m128 & d, __m128 & d_offset) {
+        d        = factors(row, i);
+        d_offset = _mm_mul_ps(d, _mm_set1_ps(-32));
+    }
+
+  private:
+    __m128i all;
+};
+
+// Eight rows of a block: four numbers of each side by side in the lanes of a register, of Q8_0 two with 16 bits.
+
+template <typename format> struct alignas(32) opened_block {
+    uint8_t q[64][n_lanes][4];
+    int16_t scales[format::n_scales][n_lanes][2];  // each twice
+    int16_t offsets[format::n_offsets / 2][n_lanes][2];
+    float   d[n_lanes];
+    float   d_offset[n_lanes];
+};
+
+struct alignas(32) opened_q8_0 {
+    int16_t q[128][n_lanes][2];
+    float   d[8][n_lanes];
+};
+
+// Lane j of register i becomes lane i of register j.
+[[gnu::always_inline]] inline void transpose(__m256i (&v)[8]) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i]     = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        b[i]     = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i]     = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
+}
+
+}  // namespace slowar
+#endif

@@ -1,0 +1,90 @@
+// Products of rows of quantized matrices with a few rounded vectors: what a processor has instructions for.
+#pragma once
+
+#include "ggml.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace slowar {
+
+// Vectors that rows are multiplied by at once: their sums have to stay in registers, beside what they are made of.
+constexpr int n_few = 4;
+
+// With more vectors rows are decoded once for all of them, a tile of so many rows and blocks of 256 at a time, which
+// stays in the second-level cache.
+constexpr int64_t n_lanes     = 8;  // numbers of 32 bits in a register, each of another row
+constexpr int64_t tile_rows   = 2 * n_lanes;
+constexpr int64_t tile_blocks = 16;
+
+// 256 numbers of a vector, rounded to 8 bits.
+struct alignas(32) rounded_block {
+    int8_t q[256];
+    union {
+        int16_t sums_16[16];  // of each sixteen
+        float   factors[8];   // of each 32, where a matrix is of Q8_0
+    };
+    int16_t sums_32[8];
+    float   d;  // else the factor of all
+};
+
+// Block after block of all vectors, so that those of a few vectors lie together.
+struct vectors {
+    rounded_block * at;
+    int64_t         n_all;
+
+    rounded_block * block(int64_t i) const { return at + i * n_all; }  // and those of further vectors behind it
+
+    vectors from(int64_t v, int64_t i) const { return { block(i) + v, n_all }; }
+};
+
+struct rows {
+    const char * at;
+    size_t       stride;
+    int64_t      n;
+    int64_t      n_blocks;
+
+    const char * row(int64_t r) const { return at + size_t(r) * stride; }
+};
+
+// Rows times the first few vectors; the products of a vector are side by side, those of the next n_out behind them.
+using few_t = void (*)(const rows & w, const vectors & x, float * out, int64_t n_out);
+
+// Up to tile_rows rows, decoded, number by number side by side.
+using open_t = void (*)(const rows & w, char * tile);
+
+// The same times the first few vectors, added to what there is from blocks before these, if there are any. Meanwhile
+// memory is asked for the rows `next`.
+using many_t = void (*)(const rows & w, const char * tile, const rows & next, const vectors & x, bool adds, float * out,
+                        int64_t n_out);
+
+struct kernel {
+    ggml_type type;
+    size_t    block_bytes;
+    int64_t   n_per_256;      // blocks
+    size_t    rounded_bytes;  // of ggml's blocks of vectors
+    size_t    opened_bytes;   // of n_lanes rows of 256
+    few_t     few[n_few];
+    open_t    open;
+    many_t    many[n_few];
+};
+
+// ggml's formats of blocks, as its files have them and as it rounds vectors.
+
+struct block_q8_K {
+    float   d;
+    int8_t  q[256];
+    int16_t sums[16];
+};
+
+struct block_q8_0 {
+    ggml_fp16_t d;
+    int8_t      q[32];
+};
+
+static_assert(sizeof(block_q8_K) == 292 && sizeof(block_q8_0) == 34, "as ggml has them");
+
+// nullptr: this type has none here.
+const kernel * kernel_for(ggml_type type);
+
+}  // namespace slowar
