@@ -249,5 +249,28 @@ struct alignas(32) opened_q8_0 {
     }
 }
 
+// Eight rows from the g-th eight on; the last again where there are fewer.
+template <typename block> struct eight_rows {
+    eight_rows(const rows & w, int64_t g) {
+        for (int64_t r = 0; r < n_lanes; r++) {
+            row[r] = reinterpret_cast<const block *>(w.row(std::min(g * n_lanes + r, w.n - 1)));
+        }
+    }
+
+    const block * row[n_lanes];
+};
+
+// Numbers of n vectors with 16 bits.
+template <int n> void widen(const rounded_block * y, int16_t (&wide)[n][256]) {
+    for (int v = 0; v < n; v++) {
+        for (int k = 0; k < 256; k += 16) {
+            store(wide[v] + k, _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i *>(y[v].q + k))));
+        }
+    }
+}
+
+// In packed.cpp.
+extern const layout packed_rows_q4_K, packed_rows_q6_K, packed_rows_q8_0;
+
 }  // namespace slowar
 #endif

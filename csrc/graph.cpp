@@ -349,9 +349,9 @@ class builder {
         return is_done ? ggml_cont(ctx, x) : ggml_get_rows(ctx, x, out.in.last);
     }
 
-    // w * x, by our own nodes where they are better; gate and up share the rounding of their x.
+    // w * x, by our own nodes where they are better or nothing else can; gate and up share the rounding of their x.
     ggml_tensor * multiplied(ggml_tensor * w, ggml_tensor * x) {
-        if (!is_ours() || !has_product(w)) {
+        if (!is_packed(w) && (!is_ours() || !has_product(w))) {
             return ggml_mul_mat(ctx, w, x);
         }
         if (x != rounding.of || w->type != rounding.type || rounding.n_products == max_products) {

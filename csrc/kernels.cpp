@@ -129,17 +129,6 @@ int64_t n_groups(const rows & w) {
     return (w.n + n_lanes - 1) / n_lanes;
 }
 
-// Eight rows from the g-th eight on; the last again where there are fewer.
-template <typename block> struct eight_rows {
-    eight_rows(const rows & w, int64_t g) {
-        for (int64_t r = 0; r < n_lanes; r++) {
-            row[r] = reinterpret_cast<const block *>(w.row(std::min(g * n_lanes + r, w.n - 1)));
-        }
-    }
-
-    const block * row[n_lanes];
-};
-
 template <typename format> void open(const rows & w, char * tile) {
     using block = typename format::block;
     auto * to   = reinterpret_cast<opened_block<format> *>(tile);
@@ -290,18 +279,14 @@ template <typename format, int g, int n>
 template <int g, int n>
 [[gnu::always_inline]] inline void add_blocks(const opened_q8_0 * w, const rounded_block * y, int64_t n_blocks,
                                               __m256 (&acc)[g][n]) {
-    alignas(32) int16_t wide[n][256];
-    for (int v = 0; v < n; v++) {
-        for (int k = 0; k < 256; k += 16) {
-            store(wide[v] + k, _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i *>(y[v].q + k))));
-        }
-    }
+    alignas(32) int16_t numbers[n][256];
+    widen(y, numbers);
     for (int64_t j = 0; j < n_blocks; j++) {
         __m256i total[g][n];
 #    pragma GCC unroll 16
         for (int q = 0; q < 16; q++) {
             for (int v = 0; v < n; v++) {
-                const __m256i two = four_bytes(wide[v] + 32 * j + 2 * q);
+                const __m256i two = four_bytes(numbers[v] + 32 * j + 2 * q);
                 for (int a = 0; a < g; a++) {
                     const __m256i here = _mm256_madd_epi16(load(w[a].q[16 * j + q]), two);
                     total[a][v]        = q == 0 ? here : now(_mm256_add_epi32(total[a][v], here));
@@ -356,28 +341,36 @@ void multiply_many(const rows & w, const char * tile, const rows & next, const v
     }
 }
 
-template <typename format> constexpr kernel kernel_of(ggml_type type) {
+template <typename format> constexpr kernel kernel_of(ggml_type type, const layout * packed) {
     return { type,
              sizeof(typename format::block),
              1,
              sizeof(block_q8_K),
              sizeof(opened_block<format>),
-             { multiply_few<format, 1>, multiply_few<format, 2>, multiply_few<format, 3>, multiply_few<format, 4> },
-             open<format>,
+             { 1,
+               n_few,
+               { multiply_few<format, 1>, multiply_few<format, 2>, multiply_few<format, 3>, multiply_few<format, 4> },
+               open<format>,
+               nullptr },
+             packed,
              { multiply_many<format, 1>, multiply_many<format, 2>, multiply_many<format, 3>,
                multiply_many<format, 4> } };
 }
 
 constexpr kernel kernels[] = {
-    kernel_of<q4_K>(GGML_TYPE_Q4_K),
-    kernel_of<q6_K>(GGML_TYPE_Q6_K),
+    kernel_of<q4_K>(GGML_TYPE_Q4_K, &packed_rows_q4_K),
+    kernel_of<q6_K>(GGML_TYPE_Q6_K, &packed_rows_q6_K),
     { GGML_TYPE_Q8_0,
       sizeof(block_q8_0),
       8,
       sizeof(block_q8_0),
       sizeof(opened_q8_0),
-      { multiply_few_q8_0<1>, multiply_few_q8_0<2>, multiply_few_q8_0<3>, multiply_few_q8_0<4> },
-      open_q8_0,
+      { 1,
+        n_few,
+        { multiply_few_q8_0<1>, multiply_few_q8_0<2>, multiply_few_q8_0<3>, multiply_few_q8_0<4> },
+        open_q8_0,
+        nullptr },
+      &packed_rows_q8_0,
       { multiply_many<block_q8_0, 1>, multiply_many<block_q8_0, 2>, multiply_many<block_q8_0, 3>,
         multiply_many<block_q8_0, 4> } },
 };

@@ -53,20 +53,32 @@ using few_t = void (*)(const rows & w, const vectors & x, float * out, int64_t n
 // Up to tile_rows rows, decoded, number by number side by side.
 using open_t = void (*)(const rows & w, char * tile);
 
+// Whole groups of rows from the file's layout.
+using pack_t = void (*)(const rows & w, char * to);
+
 // The same times the first few vectors, added to what there is from blocks before these, if there are any. Meanwhile
 // memory is asked for the rows `next`.
 using many_t = void (*)(const rows & w, const char * tile, const rows & next, const vectors & x, bool adds, float * out,
                         int64_t n_out);
 
+// How rows lie.
+struct layout {
+    int64_t n_together;  // rows whose numbers are mixed, in as many bytes
+    int64_t n_direct;    // vectors for which rows are read as they lie; with more they are opened
+    few_t   few[n_few];
+    open_t  open;
+    pack_t  pack;  // nullptr: as in the file
+};
+
 struct kernel {
-    ggml_type type;
-    size_t    block_bytes;
-    int64_t   n_per_256;      // blocks
-    size_t    rounded_bytes;  // of ggml's blocks of vectors
-    size_t    opened_bytes;   // of n_lanes rows of 256
-    few_t     few[n_few];
-    open_t    open;
-    many_t    many[n_few];
+    ggml_type      type;
+    size_t         block_bytes;
+    int64_t        n_per_256;      // blocks
+    size_t         rounded_bytes;  // of ggml's blocks of vectors
+    size_t         opened_bytes;   // of n_lanes rows of 256
+    layout         apart;          // one row behind the other, as in the file
+    const layout * packed;         // eight at a time, side by side
+    many_t         many[n_few];
 };
 
 // ggml's formats of blocks, as its files have them and as it rounds vectors.

@@ -87,9 +87,21 @@ int64_t take(work_list & list, int64_t n_rows, int64_t least, int n_threads, int
     return first;
 }
 
+// What a packed tensor has as `extra`, which ggml leaves to those who keep the memory.
+char packed_mark;
+
+const layout & layout_of(const ggml_tensor * w, const kernel & k) {
+    return is_packed(w) ? *k.packed : k.apart;
+}
+
+rows rows_of(const ggml_tensor * w) {
+    return { static_cast<const char *>(w->data), w->nb[1], w->ne[1], w->ne[0] / ggml_blck_size(w->type) };
+}
+
 // What run_product works on.
 struct job {
     const kernel & k;
+    const layout & lying;
     rows           w;
     vectors        x;
     float *        out;
@@ -97,8 +109,14 @@ struct job {
 
     // Blocks [i, i + n_blocks) of rows [r, r + n), those that there are.
     rows part(int64_t r, int64_t n, int64_t i, int64_t n_blocks) const {
-        return { w.row(r) + size_t(i) * k.block_bytes, w.stride, std::min(n, w.n - r),
+        return { w.row(r) + size_t(i * lying.n_together) * k.block_bytes, w.stride, std::min(n, w.n - r),
                  std::min(n_blocks, w.n_blocks - i) };
+    }
+
+    // The same memory, as if rows that are mixed were one.
+    rows mixed(const rows & part) const {
+        const int64_t n = lying.n_together;
+        return { part.at, part.stride * size_t(n), part.n / n, part.n_blocks * n };
     }
 };
 
@@ -110,8 +128,9 @@ void multiply_tiles(const job & t, int64_t first, int64_t last) {
             const rows    w      = t.part(r, std::min(tile_rows, last - r), i, n_blocks);
             const bool    is_end = i + n_blocks >= t.w.n_blocks;
             const int64_t next_r = is_end ? r + tile_rows : r;
-            const rows next = next_r < t.w.n ? t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks) : rows{};
-            t.k.open(w, t.tile);
+            const rows    next =
+                next_r < t.w.n ? t.mixed(t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks)) : rows{};
+            t.lying.open(w, t.tile);
             for (int64_t v = 0; v < t.x.n_all; v += n_few) {
                 const int64_t end  = std::min<int64_t>(v + n_few, t.x.n_all);
                 const int64_t a    = next.n * v / t.x.n_all;  // each few vectors ask for their share
@@ -123,10 +142,24 @@ void multiply_tiles(const job & t, int64_t first, int64_t last) {
     }
 }
 
+// Rows [first, last) as they lie, few vectors at a time: so few rows for one after the other that they stay in the
+// first-level cache, or all for the only ones.
+void multiply_rows(const job & t, int64_t first, int64_t last) {
+    const int64_t n = t.x.n_all > n_few ? tile_rows : last - first;
+    for (int64_t r = first; r < last; r += n) {
+        const rows w = t.part(r, std::min(n, last - r), 0, t.w.n_blocks);
+        for (int64_t v = 0; v < t.x.n_all; v += n_few) {
+            const int64_t end = std::min<int64_t>(v + n_few, t.x.n_all);
+            t.lying.few[end - v - 1](w, t.x.from(v, 0), t.out + v * t.w.n + r, t.w.n);
+        }
+    }
+}
+
 // Of what each thread needs for products with n_x vectors.
-size_t tile_bytes(const kernel & k, int64_t n_per_row, int64_t n_x) {
-    const int64_t n_blocks = std::min(tile_blocks, rounded_blocks(n_per_row));
-    return n_x > n_few ? size_t(tile_rows / n_lanes * n_blocks) * k.opened_bytes : 0;
+size_t tile_bytes(const ggml_tensor * w, int64_t n_x) {
+    const kernel & k        = *kernel_for(w->type);
+    const int64_t  n_blocks = std::min(tile_blocks, rounded_blocks(w->ne[0]));
+    return n_x > layout_of(w, k).n_direct ? size_t(tile_rows / n_lanes * n_blocks) * k.opened_bytes : 0;
 }
 
 // Of those that rounded() made.
@@ -142,19 +175,17 @@ void run_product(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t       n_x   = n_vectors(w, dst->src[1]);
     float *             out   = static_cast<float *>(dst->data);
     char *              tiles = reinterpret_cast<char *>(out + GGML_PAD(w->ne[1] * n_x, 16));
-    const job     t = { k,
-                        { static_cast<const char *>(w->data), w->nb[1], w->ne[1], w->ne[0] / ggml_blck_size(w->type) },
-                        { reinterpret_cast<rounded_block *>(lists + lists_bytes), n_x },
-                        out,
-                        tiles + size_t(ith) * tile_bytes(k, w->ne[0], n_x) };
-    const int64_t least = std::max<int64_t>(1, int64_t(least_bytes / t.w.stride));
-    int64_t       n     = 0;
+    const job           t     = { k,          layout_of(w, k),
+                                  rows_of(w), { reinterpret_cast<rounded_block *>(lists + lists_bytes), n_x },
+                                  out,        tiles + size_t(ith) * tile_bytes(w, n_x) };
+    const int64_t       least = std::max<int64_t>(1, int64_t(least_bytes / t.w.stride));
+    int64_t             n     = 0;
     for (int64_t first; (first = take(list, t.w.n, least, nth, n)) < t.w.n;) {
         const int64_t last = std::min(first + n, t.w.n);
-        if (n_x > n_few) {
+        if (n_x > t.lying.n_direct) {
             multiply_tiles(t, first, last);
         } else {
-            k.few[n_x - 1](t.part(first, last - first, 0, t.w.n_blocks), t.x, out + first, t.w.n);
+            multiply_rows(t, first, last);
         }
     }
 }
@@ -165,6 +196,25 @@ bool has_product(const ggml_tensor * w) {
     const ggml_tensor * whole = w->view_src ? w->view_src : w;
     const kernel *      k     = kernel_for(w->type);
     return k && whole->buffer && ggml_backend_buffer_is_host(whole->buffer);
+}
+
+bool can_pack(ggml_type type, const int64_t * ne) {
+    const kernel * k = kernel_for(type);
+    return k && ne[0] % ggml_blck_size(type) == 0 && ne[1] % k->packed->n_together == 0 && ne[2] * ne[3] == 1;
+}
+
+bool is_packed(const ggml_tensor * w) {
+    return w->extra == &packed_mark;
+}
+
+void mark_packed(ggml_tensor * w) {
+    w->extra = &packed_mark;
+}
+
+void pack(const void * from, ggml_tensor * w) {
+    rows r = rows_of(w);
+    r.at   = static_cast<const char *>(from);
+    kernel_for(w->type)->packed->pack(r, static_cast<char *>(w->data));
 }
 
 ggml_tensor * rounded(ggml_context * ctx, ggml_type type, ggml_tensor * x) {
@@ -178,7 +228,7 @@ ggml_tensor * product(ggml_context * ctx, ggml_tensor * w, ggml_tensor * x, int 
     ggml_tensor * args[] = { w, x };
 
     // Each thread's room for a tile lies behind the result: memory that the graph's allocator plans like any other.
-    const int64_t n_room = n_threads * int64_t(tile_bytes(*kernel_for(w->type), w->ne[0], n_x) / sizeof(float));
+    const int64_t n_room = n_threads * int64_t(tile_bytes(w, n_x) / sizeof(float));
     const int64_t n_all  = w->ne[1] * n_x;
     ggml_tensor * all = ggml_custom_4d(ctx, GGML_TYPE_F32, GGML_PAD(n_all, 16) + n_room, 1, 1, 1, args, 2, run_product,
                                        GGML_N_TASKS_MAX, reinterpret_cast<void *>(intptr_t(i)));

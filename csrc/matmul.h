@@ -16,6 +16,20 @@ namespace slowar {
 // Whether product() has a kernel for this matrix, where it lies.
 bool has_product(const ggml_tensor * w);
 
+// A matrix may lie packed in host memory: eight rows at a time side by side, in the order in which a product reads them.
+// It takes as many bytes as in the file. Nothing but a product can read it.
+
+// Whether there is a kernel for such a matrix, packed.
+bool can_pack(ggml_type type, const int64_t * ne);
+
+bool is_packed(const ggml_tensor * w);
+
+// What w holds, or will hold, is packed.
+void mark_packed(ggml_tensor * w);
+
+// Fills w, which is marked, with the rows that lie at `from` as in the file.
+void pack(const void * from, ggml_tensor * w);
+
 // Products that may share one rounding of their vectors.
 constexpr int max_products = 2;
 

@@ -133,6 +133,20 @@ bool can_allocate(size_t n) {
     return had;
 }
 
+void ask_for_large_pages(void * memory, size_t n) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page  = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (uintptr_t(memory) + page - 1) / page * page;
+    const uintptr_t end   = (uintptr_t(memory) + n) / page * page;
+    if (begin < end) {
+        madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);  // a refusal costs nothing but speed
+    }
+#else
+    (void) memory;
+    (void) n;
+#endif
+}
+
 void run_threads(int n, const std::function<void(int)> & body) {
     std::vector<std::thread> started;
     std::mutex               gate;

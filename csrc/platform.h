@@ -44,6 +44,10 @@ uint64_t available_memory();
 // Whether n bytes of host memory can be had now (ggml does not look at what malloc returns).
 bool can_allocate(size_t n);
 
+// This memory, not yet written to, will be read from end to end again and again: large pages, where the system has them
+// for those who ask, save looking up many small ones.
+void ask_for_large_pages(void * memory, size_t n);
+
 // Runs body(0) ... body(n - 1) in n threads at once. Throws SLOWAR_MEMORY when the system does not allow that many.
 void run_threads(int n, const std::function<void(int)> & body);
 

@@ -2,6 +2,8 @@
 
 #include "device.h"
 #include "error.h"
+#include "matmul.h"
+#include "platform.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -84,7 +86,7 @@ void weights::want(ggml_tensor *& slot, const std::string & name, const file_ten
     const int32_t device = reason.empty() ? asked : -1;
     const bool    repack = how == use::multiply && layer >= 0;
     list.push_back({ name, &t, &slot, n_dims, layer, device, device < 0 ? SLOWAR_PLACE_HOST : SLOWAR_PLACE_DEVICE,
-                     repack, std::move(reason) });
+                     repack, /*is_packed =*/false, std::move(reason) });
 }
 
 // Why a device cannot have a tensor; empty: it can.
@@ -191,6 +193,9 @@ static ggml_backend_buffer_ptr allocate(ggml_context * ctx, ggml_backend_buffer_
         fail(SLOWAR_MEMORY, "no memory for %.1f MiB of weights on %s: %s", double(n_bytes) / (1 << 20),
              ggml_backend_dev_name(device), log_since(mark).c_str());
     }
+    if (ggml_backend_buffer_is_host(buffer.get())) {
+        ask_for_large_pages(ggml_backend_buffer_get_base(buffer.get()), ggml_backend_buffer_get_size(buffer.get()));
+    }
     return buffer;
 }
 
@@ -207,9 +212,11 @@ static void upload(const mapped_file & file, const file_tensor & source, ggml_te
     }
 }
 
-// Of contexts and types: the places beside the CPU first.
-static size_t index_of(slowar_place where, int32_t device) {
-    return where == SLOWAR_PLACE_DEVICE ? size_t(SLOWAR_PLACE_DEVICE) + size_t(device) : size_t(where);
+// Of contexts and types: the places beside the CPU first, what is packed last.
+size_t weights::index_of(const wanted & w) const {
+    return w.is_packed                      ? types.size() - 1
+           : w.where == SLOWAR_PLACE_DEVICE ? size_t(SLOWAR_PLACE_DEVICE) + size_t(w.device)
+                                            : size_t(w.where);
 }
 
 // Decides what of the CPU's is used from the file, and makes the tensors.
@@ -219,6 +226,7 @@ void weights::place(const slowar_model_params & params) {
     for (ggml_backend_dev_t device : devices) {
         types.push_back(ggml_backend_dev_buffer_type(device));
     }
+    types.push_back(types[SLOWAR_PLACE_HOST]);
     for (size_t i = 0; i < types.size(); i++) {
         contexts.push_back(metadata_context(list.size()));
     }
@@ -227,8 +235,11 @@ void weights::place(const slowar_model_params & params) {
         const file_tensor & t = *w.source;
         if (w.where == SLOWAR_PLACE_HOST && w.repack && params.repack) {
             ggml_backend_buffer_type_t & known = types[SLOWAR_PLACE_REPACKED];
-            const auto                   buft  = repack_type(t.type, t.ne);
-            if (buft && (!known || buft == known)) {
+            w.is_packed                        = can_pack(t.type, t.ne);
+            const auto buft                    = w.is_packed ? nullptr : repack_type(t.type, t.ne);
+            if (w.is_packed) {
+                w.where = SLOWAR_PLACE_REPACKED;
+            } else if (buft && (!known || buft == known)) {
                 known   = buft;
                 w.where = SLOWAR_PLACE_REPACKED;
             }
@@ -236,8 +247,11 @@ void weights::place(const slowar_model_params & params) {
         if (w.where == SLOWAR_PLACE_HOST && params.use_mmap && t.offset % alignment == 0) {
             w.where = SLOWAR_PLACE_MAPPED;
         }
-        *w.slot = ggml_new_tensor(contexts[index_of(w.where, w.device)].get(), t.type, GGML_MAX_DIMS, t.ne);
+        *w.slot = ggml_new_tensor(contexts[index_of(w)].get(), t.type, GGML_MAX_DIMS, t.ne);
         ggml_set_name(*w.slot, w.name.c_str());
+        if (w.is_packed) {
+            mark_packed(*w.slot);
+        }
     }
 }
 
@@ -252,7 +266,8 @@ void weights::load() {
             continue;
         }
         const size_t             first  = size_t(SLOWAR_PLACE_DEVICE);
-        const ggml_backend_dev_t device = i < first ? cpu_device() : devices[i - first];
+        const bool               is_cpu = i < first || i == contexts.size() - 1;
+        const ggml_backend_dev_t device = is_cpu ? cpu_device() : devices[i - first];
         buffers.push_back(is_loaded ? allocate(contexts[i].get(), types[i], device)
                                     : imagine(contexts[i].get(), types[i]));
         ggml_backend_buffer_set_usage(buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -264,7 +279,8 @@ void weights::load() {
                     ggml_backend_tensor_alloc(mapping.get(), *w.slot, base + w.source->offset);
                     break;
                 case SLOWAR_PLACE_REPACKED:
-                    ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
+                    w.is_packed ? pack(base + w.source->offset, *w.slot)
+                                : ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
                     f.forget(w.source->offset, w.source->n_bytes);
                     break;
                 default: upload(f, *w.source, *w.slot); break;

@@ -60,6 +60,7 @@ struct weights {
         int32_t             device;  // of `devices`, or -1
         slowar_place        where;
         bool                repack;
+        bool                is_packed;
         std::string         reason;  // why it is not where it was asked for
     };
 
@@ -73,6 +74,7 @@ struct weights {
     void        place(const slowar_model_params & params);
     void        load();
     void        describe(const wanted & w);
+    size_t      index_of(const wanted & w) const;
 
     std::unique_ptr<gguf_file>               file;    // kept while tensors live in its mapping
     std::vector<std::pair<std::string, int>> places;  // asked for, sorted by name

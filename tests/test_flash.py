@@ -245,8 +245,8 @@ def test_q8_0_needs_blocks_of_32(paths: dict[str, Path]) -> None:
 
 
 def test_repack(paths: dict[str, Path]) -> None:
-    """The layer matrices are rearranged, the table is not; both round activations to 8 bits, in
-    blocks of their own: seen 2.0e-2 apart, which is what Q4_K is off from F32 anyway."""
+    """The layer matrices are rearranged, the table is not. Where ggml does it, activations are
+    rounded to 8 bits in other blocks: seen 2.0e-2 apart, what Q4_K is off from F32 anyway."""
     tokens = random_tokens(TINY, 50, seed=8)
     outputs = []
     for repack in (False, True):

@@ -1,4 +1,4 @@
-"""Products of quantized matrices with vectors: csrc/matmul.cpp against numpy.
+"""Products of quantized matrices with vectors, mapped and packed: csrc/matmul.cpp against numpy.
 
 numpy rounds the vectors to 8 bits as ggml does and multiplies in float64, so that what is left is
 the rounding of sums in float32.
@@ -44,7 +44,8 @@ CONFIG = replace(
 )
 
 # Vectors at once. One to four share a row that is decoded as it is read; from five on rows are
-# decoded into tiles, which are multiplied by four of them at a time.
+# decoded into tiles, which are multiplied by four of them at a time. Packed rows are read as they
+# lie for up to 8 vectors, Q8_0 for up to 32.
 COUNTS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 24, 27, 40)
 
 TYPES = ("q4_k", "q6_k", "q8_0")
@@ -59,9 +60,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["mapped", "packed"])
+def repack(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module", params=TYPES)
-def model(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[slowar.Model]:
-    with slowar.Model(paths[request.param], backend="cpu") as opened:
+def model(
+    request: pytest.FixtureRequest, paths: dict[str, Path], repack: bool
+) -> Iterator[slowar.Model]:
+    with slowar.Model(paths[request.param], backend="cpu", repack=repack) as opened:
         yield opened
 
 
@@ -125,13 +133,57 @@ def test_against_numpy(model: slowar.Model, n: int, n_threads: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 4, 7])
 @pytest.mark.sanitize
-def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path) -> None:
+def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path, repack: bool) -> None:
     """Q8_0 has blocks of 32: seventeen of 256 and one of 96 here."""
     config = replace(CONFIG, n_embd=4448, n_ff=96)
     make_model(tmp_path / "q8_0.gguf", config, "q8_0", seed=6, fast=None)
-    with slowar.Model(tmp_path / "q8_0.gguf", backend="cpu") as odd:
+    with slowar.Model(tmp_path / "q8_0.gguf", backend="cpu", repack=repack) as odd:
         for found, expected in products(odd, n, 2):
             assert relative_error(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("n", [1, 2, 4, 9, 40])
+@pytest.mark.parametrize(
+    ("head_dim", "is_packed"), [(4, True), (2, False)], ids=["33 eights", "32 eights and a half"]
+)
+@pytest.mark.sanitize
+def test_rows_in_eights(type: str, n: int, head_dim: int, is_packed: bool, tmp_path: Path) -> None:
+    """264 rows of wqkv end with half a tile; 260 cannot be packed and stay where they are."""
+    heads = 256 // head_dim
+    config = replace(CONFIG, n_embd=512, n_head=heads, n_head_kv=1, head_dim=head_dim)
+    path = tmp_path / f"{type}.gguf"
+    make_model(path, config, type, seed=6, fast=None)
+    with slowar.Model(path, backend="cpu", repack=True) as odd:
+        if has_products():
+            where = {t.name: t.where for t in odd.tensors()}
+            assert where["layers.0.attention.wqkv.weight"] == (
+                "repacked" if is_packed else "mapped"
+            )
+            assert where["layers.0.attention.wo.weight"] == "repacked"
+        for found, expected in products(odd, n, 2):
+            assert relative_error(found, expected) <= 1e-6
+
+
+def test_packed_rows_give_the_bits_of_the_file_s(paths: dict[str, Path]) -> None:
+    """On the documented path as well, which has no other way to multiply by them."""
+    if not has_products():
+        pytest.skip("CPU code without AVX2, FMA or F16C, or not compiled for it: ggml packs")
+    prompt = make_prompt(CONFIG, 40)
+    for path in paths.values():
+        with (
+            slowar.Model(path, backend="cpu") as mapped,
+            slowar.Model(path, backend="cpu", repack=True) as packed,
+        ):
+            assert Counter(t.where for t in packed.tensors())["repacked"] == 5 * CONFIG.n_layer
+            outs = [one.session(64).prefill(prompt) for one in (mapped, packed)]
+            np.testing.assert_array_equal(outs[0].logits, outs[1].logits)
+            np.testing.assert_array_equal(outs[0].hidden, outs[1].hidden)
+            qkv = [
+                one.session(64, attention="reference").trace(prompt, ["qkv-0"])[1]["qkv-0"]
+                for one in (mapped, packed)
+            ]
+            assert relative_error(qkv[1], qkv[0]) <= 1e-6
 
 
 @pytest.mark.sanitize
@@ -185,10 +237,12 @@ def together_is_alone(model: slowar.Model, ids: tuple[int, ...] | None, stack: E
 
 
 def test_which_products_are_ours(ours: slowar.Model) -> None:
-    """All of any number of positions; never the reference's."""
+    """All of any number of positions; the reference's where nothing else can read the matrix."""
     n_layer = CONFIG.n_layer
     with ours.session(64, attention="reference") as session:
-        assert Counter(node.op for node in session.graph(1))["MUL_MAT"] == 7 * n_layer + 1
+        n_packed = Counter(t.where for t in ours.tensors())["repacked"]
+        n_ggml = Counter(node.op for node in session.graph(1))["MUL_MAT"]
+        assert n_ggml == 7 * n_layer + 1 - n_packed
     with ours.session(64) as session:
         counts = {n: Counter(node.op for node in session.graph(n)) for n in (1, 4, 17)}
     # Per layer attention, five products and four roundings of vectors, w1 and w3 sharing one; the
@@ -232,6 +286,7 @@ def test_any_bytes(
     n: int,
     paths: dict[str, Path],
     tmp_path: Path,
+    repack: bool,
 ) -> None:
     """Scales and numbers at both ends of their ranges; no quantizer writes -128."""
     rng = np.random.default_rng(9)
@@ -249,6 +304,6 @@ def test_any_bytes(
     first = int(tensor.data_offset)
     content[first : first + blocks.size] = blocks.tobytes()
     path.write_bytes(content)
-    with slowar.Model(path, backend="cpu") as model:
+    with slowar.Model(path, backend="cpu", repack=repack) as model:
         for found, expected in products(model, n, 2):
             assert relative_error(found, expected) <= 1e-6

@@ -212,6 +212,22 @@ def test_every_split_gives_what_this_machine_gives(
                     assert worst(converse(session), local[name, "flash"]) <= ACROSS
 
 
+@pytest.mark.parametrize("name", ["q4_k_one_kv_head", "q8_0_gqa4"])
+def test_packed_layers_beside_a_server_s(
+    endpoints: list[str], local: dict[tuple[str, str], list[Output]], name: str
+) -> None:
+    """Layers that stay here may be packed: nothing but this library's products can read them."""
+    options: dict[str, Any] = {"servers": endpoints[:1], "n_gpu_layers": 1, "repack": True}
+    with Model(GOLDEN / f"{name}.gguf", **options) as model:
+        here = [t for t in model.tensors() if t.where == "repacked"]
+        assert len(here) == 5 * (model.config.n_layer - 1)
+        for attention in ("ggml", "reference"):
+            with opened(model, attention=attention) as session:
+                # Rounding to 8 bits turns sums that differ in the last place into other numbers.
+                assert worst(converse(session), local[name, attention]) <= 2e-2
+                assert session.fallbacks == []
+
+
 def test_the_comparison_tells_another_model(
     endpoints: list[str], local: dict[tuple[str, str], list[Output]]
 ) -> None:

@@ -1,0 +1,418 @@
+#include "avx2.h"
+
+#ifdef SLOWAR_HAS_PRODUCTS
+
+#    include <algorithm>
+#    include <cstring>
+#    include <type_traits>
+
+namespace slowar {
+
+namespace {
+
+// How far ahead memory is asked for what comes next.
+constexpr size_t ahead_bytes = 512;
+
+// Sums that stay in registers, beside what they are made of.
+constexpr int n_sums = 8;
+
+// Eight rows of a block side by side: as many bytes as in the file, in the order in which they are read. Memory delivers
+// at half the rate where a place is read in another order.
+
+struct packed_block_q4_K {
+    uint8_t  scales[3][n_lanes][4];  // of groups 0 to 3, of 4 to 7, minima of 0 to 3; above them those of 4 to 7
+    uint16_t d[n_lanes];
+    uint16_t dmin[n_lanes];
+    uint8_t  q[32][n_lanes][4];
+};
+
+struct packed_block_q6_K {
+    int8_t   scales[4][n_lanes][4];
+    uint16_t d[n_lanes];
+    uint8_t  q[48][n_lanes][4];
+};
+
+struct packed_block_q8_0 {
+    uint16_t d[n_lanes];
+    int8_t   q[8][n_lanes][4];
+};
+
+static_assert(sizeof(packed_block_q4_K) == n_lanes * sizeof(block_q4_K) &&
+                  sizeof(packed_block_q6_K) == n_lanes * sizeof(block_q6_K) &&
+                  sizeof(packed_block_q8_0) == n_lanes * sizeof(block_q8_0),
+              "they lie in place of the rows");
+
+// Which bytes of each lane's four become the low bytes of its two 16-bit numbers, for a shuffle; the rest is 0.
+__m256i low_bytes(int first, int second) {
+    const __m256i lanes =
+        _mm256_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0, 0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+    return _mm256_or_si256(lanes, _mm256_set1_epi32(int(0x80008000u) | second << 16 | first));
+}
+
+// The same with a sign: their high bytes, to be shifted down.
+__m256i signed_bytes(__m256i v, int first, int second) {
+    return _mm256_srai_epi16(_mm256_shuffle_epi8(v, _mm256_slli_epi16(low_bytes(first, second), 8)), 8);
+}
+
+__m256 eight_factors(const uint16_t (&d)[n_lanes]) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(d)));
+}
+
+// What is read of a block before its numbers, in a register for eight rows: scales(s) of the s-th sum, twice in each lane;
+// offsets(k) the 2k-th and the one behind it.
+
+class packed_q4_K {
+  public:
+    using format = q4_K;
+    using block  = packed_block_q4_K;
+
+    static constexpr int n_together = 2;  // groups that share bytes
+    static constexpr int n_direct   = 8;
+
+    packed_q4_K() = default;
+
+    explicit packed_q4_K(const block & w) {
+        const __m256i a    = load(w.scales[0]);
+        const __m256i b    = load(w.scales[1]);
+        const __m256i c    = load(w.scales[2]);
+        const __m256i six  = _mm256_set1_epi8(0x3f);
+        const __m256i low  = _mm256_and_si256(_mm256_srli_epi16(a, 6), _mm256_set1_epi8(0x03));
+        const __m256i mid  = _mm256_and_si256(_mm256_srli_epi16(b, 4), _mm256_set1_epi8(0x0c));
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(c, 2), _mm256_set1_epi8(0x30));
+        scale_[0]          = _mm256_and_si256(a, six);
+        scale_[1]          = _mm256_and_si256(b, six);
+        least_[0]          = _mm256_and_si256(c, six);
+        least_[1]          = _mm256_or_si256(_mm256_or_si256(low, mid), high);
+    }
+
+    __m256i scales(int s) const { return _mm256_shuffle_epi8(scale_[s / 4], low_bytes(s % 4, s % 4)); }
+
+    __m256i offsets(int k) const { return _mm256_shuffle_epi8(least_[k / 2], low_bytes(k % 2 * 2, k % 2 * 2 + 1)); }
+
+    static void factors_of(const block & w, __m256 & d, __m256 & d_offset) {
+        d        = eight_factors(w.d);
+        d_offset = -eight_factors(w.dmin);
+    }
+
+    // Where numbers 4q to 4q + 3 of each row's u-th 32 bytes lie.
+    static constexpr int place(int u, int q) { return 8 * u + q; }
+
+    static void pack_scales(const block_q4_K & from, int r, block & to) {
+        uint8_t scale[16];
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(scale), q4_K(from).all_scales());
+        const uint8_t * least = scale + 8;
+        for (int j = 0; j < 4; j++) {
+            to.scales[0][r][j] = uint8_t(scale[j] | (least[4 + j] & 0x03) << 6);
+            to.scales[1][r][j] = uint8_t(scale[4 + j] | (least[4 + j] & 0x0c) << 4);
+            to.scales[2][r][j] = uint8_t(least[j] | (least[4 + j] & 0x30) << 2);
+        }
+        to.d[r]    = from.d;
+        to.dmin[r] = from.dmin;
+    }
+
+  private:
+    __m256i scale_[2];
+    __m256i least_[2];
+};
+
+class packed_q6_K {
+  public:
+    using format = q6_K;
+    using block  = packed_block_q6_K;
+
+    static constexpr int n_together = 4;
+    static constexpr int n_direct   = 8;
+
+    packed_q6_K() = default;
+
+    explicit packed_q6_K(const block & w) : w_(&w) {}
+
+    __m256i scales(int s) const { return signed_bytes(load(w_->scales[s / 4]), s % 4, s % 4); }
+
+    __m256i offsets(int k) const { return signed_bytes(load(w_->scales[k / 2]), k % 2 * 2, k % 2 * 2 + 1); }
+
+    static void factors_of(const block & w, __m256 & d, __m256 & d_offset) {
+        d        = eight_factors(w.d);
+        d_offset = _mm256_mul_ps(d, _mm256_set1_ps(-32));
+    }
+
+    // Two times 32 low bytes are read with the high ones of the same groups.
+    static constexpr int place(int u, int q) {
+        const int half = u < 4 ? u / 2 : u - 4;
+        return 3 * (8 * half + q) + (u < 4 ? u % 2 : 2);
+    }
+
+    static void pack_scales(const block_q6_K & from, int r, block & to) {
+        for (int s = 0; s < 16; s++) {
+            to.scales[s / 4][r][s % 4] = from.scales[s];
+        }
+        to.d[r] = from.d;
+    }
+
+  private:
+    const block * w_;
+};
+
+class packed_q8_0 {
+  public:
+    using block = packed_block_q8_0;
+
+    static constexpr int n_together = 2;
+    static constexpr int n_direct   = 32;
+};
+
+template <typename packed> void pack(const rows & w, char * to) {
+    using format = typename packed::format;
+    auto * out   = reinterpret_cast<typename packed::block *>(to);
+    for (int64_t g = 0; g < w.n / n_lanes; g++) {
+        const eight_rows<typename format::block> eight(w, g);
+        for (int64_t i = 0; i < w.n_blocks; i++, out++) {
+            for (int r = 0; r < n_lanes; r++) {
+                const auto & from = eight.row[r][i];
+                packed::pack_scales(from, r, *out);
+                for (int k = 0; k < format::n_bytes / 4; k++) {
+                    std::memcpy(out->q[packed::place(k / 8, k % 8)][r], format::bytes(from) + 4 * k, 4);
+                }
+            }
+        }
+    }
+}
+
+template <> void pack<packed_q8_0>(const rows & w, char * to) {
+    auto * out = reinterpret_cast<packed_block_q8_0 *>(to);
+    for (int64_t g = 0; g < w.n / n_lanes; g++) {
+        const eight_rows<block_q8_0> eight(w, g);
+        for (int64_t i = 0; i < w.n_blocks; i++, out++) {
+            for (int r = 0; r < n_lanes; r++) {
+                const block_q8_0 & from = eight.row[r][i];
+                out->d[r]               = from.d;
+                for (int q = 0; q < 8; q++) {
+                    std::memcpy(out->q[q][r], from.q + 4 * q, 4);
+                }
+            }
+        }
+    }
+}
+
+// The first block of each eight rows, those of the g-th and of as many others.
+template <typename block, int n> struct groups {
+    groups(const rows & w, int64_t g, int64_t apart) {
+        for (int p = 0; p < n; p++) {
+            at[p] = reinterpret_cast<const block *>(w.row((g + p * apart) * n_lanes));
+        }
+    }
+
+    const block * at[n];
+};
+
+// Adds the products of a block of eight rows here and there with n vectors. Every few numbers the next place has its turn:
+// memory delivers several streams faster than one.
+template <typename packed, int n, int n_streams>
+[[gnu::always_inline]] inline void add_packed(const groups<typename packed::block, n_streams> & from, int64_t i,
+                                              const rounded_block * y, __m256 (&acc)[n_streams][n]) {
+    using format = typename packed::format;
+    using block  = typename packed::block;
+
+    constexpr int n_together  = packed::n_together;
+    constexpr int n_steps     = 8 / n_together;
+    constexpr int n_registers = format::n_bytes / 32 / n_steps;
+    constexpr int n_per_scale = 64 / format::n_scales;
+
+    packed      one[n_streams];
+    __m256i     total[n_streams][n], offset[n_streams][n];
+#    pragma GCC unroll 1
+    for (int p = 0; p < n_streams; p++) {
+        const block & w = from.at[p][i];
+        ask_for(reinterpret_cast<const char *>(&w) + ahead_bytes, sizeof(block) - sizeof(w.q));
+        one[p] = packed(w);
+        for (int v = 0; v < n; v++) {
+            total[p][v]  = _mm256_setzero_si256();
+            offset[p][v] = _mm256_setzero_si256();
+        }
+        for (int k = 0; k < format::n_offsets / 2; k++) {
+            const __m256i least = one[p].offsets(k);
+            for (int v = 0; v < n; v++) {
+                const __m256i two = four_bytes(format::sums_of(y[v]) + 2 * k);
+                offset[p][v]      = _mm256_add_epi32(offset[p][v], _mm256_madd_epi16(least, two));
+            }
+        }
+    }
+#    pragma GCC unroll 4
+    for (int step = 0; step < n_steps; step++) {
+        for (int first = 0; first < 8; first += format::n_quads) {
+            __m256i products[n_streams][n_together][n];
+#    pragma GCC unroll 8
+            for (int q = first; q < first + format::n_quads; q++) {
+#    pragma GCC unroll 4
+                for (int p = 0; p < n_streams; p++) {
+                    const block & w = from.at[p][i];
+                    if (q % 2 == 0) {
+                        const auto * here = w.q[n_registers * (8 * step + q)];
+                        ask_for(reinterpret_cast<const char *>(here) + ahead_bytes, 64 * n_registers);
+                    }
+                    for (int g = 0; g < n_together; g++) {
+                        const int     j = n_together * step + g;
+                        const __m256i numbers =
+                            format::numbers(j, [&w, q](int u) { return load(w.q[packed::place(u, q)]); });
+                        for (int v = 0; v < n; v++) {
+                            const __m256i four = four_bytes(y[v].q + 32 * j + 4 * q);
+                            const __m256i more = _mm256_maddubs_epi16(numbers, four);
+                            __m256i &     sum  = products[p][g][v];
+                            sum                = q == first ? more : now(_mm256_add_epi16(sum, more));
+                        }
+                    }
+                }
+            }
+            for (int p = 0; p < n_streams; p++) {
+                for (int g = 0; g < n_together; g++) {
+                    const int     j      = n_together * step + g;
+                    const __m256i scales = one[p].scales((8 * j + first) / n_per_scale);
+                    for (int v = 0; v < n; v++) {
+                        const __m256i here = _mm256_madd_epi16(scales, products[p][g][v]);
+                        total[p][v]        = _mm256_add_epi32(total[p][v], here);
+                    }
+                }
+            }
+        }
+    }
+    for (int p = 0; p < n_streams; p++) {
+        __m256 d, d_offset;
+        packed::factors_of(from.at[p][i], d, d_offset);
+        for (int v = 0; v < n; v++) {
+            const __m256 d_y = _mm256_set1_ps(y[v].d);
+            acc[p][v]        = add(acc[p][v], _mm256_mul_ps(d, d_y), total[p][v]);
+            acc[p][v]        = add(acc[p][v], _mm256_mul_ps(d_offset, d_y), offset[p][v]);
+        }
+    }
+}
+
+// And of up to eight blocks of Q8_0.
+template <int n, int n_streams>
+[[gnu::always_inline]] inline void add_packed_q8_0(const groups<packed_block_q8_0, n_streams> & from, int64_t i,
+                                                   int64_t n_blocks, const rounded_block * y,
+                                                   __m256 (&acc)[n_streams][n]) {
+    for (int64_t j = 0; j < n_blocks; j++) {
+        __m256i total[n_streams][n];
+#    pragma GCC unroll 8
+        for (int q = 0; q < 8; q++) {
+#    pragma GCC unroll 4
+            for (int p = 0; p < n_streams; p++) {
+                const packed_block_q8_0 & w = from.at[p][i + j];
+                if (q % 2 == 0) {
+                    ask_for(reinterpret_cast<const char *>(w.q[q]) + ahead_bytes, 64);
+                }
+                const __m256i numbers = load(w.q[q]);
+                const __m256i size    = _mm256_sign_epi8(numbers, numbers);
+                for (int v = 0; v < n; v++) {
+                    const __m256i four = _mm256_sign_epi8(four_bytes(y[v].q + 32 * j + 4 * q), numbers);
+                    const __m256i more = _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(size, four));
+                    total[p][v]        = q == 0 ? more : now(_mm256_add_epi32(total[p][v], more));
+                }
+            }
+        }
+        for (int p = 0; p < n_streams; p++) {
+            const __m256 d = eight_factors(from.at[p][i + j].d);
+            for (int v = 0; v < n; v++) {
+                acc[p][v] = add(acc[p][v], _mm256_mul_ps(d, _mm256_set1_ps(y[v].factors[j])), total[p][v]);
+            }
+        }
+    }
+}
+
+// The g-th eight rows, and as many others that lie so far apart.
+template <typename packed, int n, int n_streams>
+void multiply_groups(const rows & w, const vectors & x, int64_t g, int64_t apart, float * out, int64_t n_out) {
+    const groups<typename packed::block, n_streams> from(w, g, apart);
+
+    __m256 acc[n_streams][n];
+    std::fill_n(acc[0], n_streams * n, _mm256_setzero_ps());
+    if constexpr (std::is_same_v<packed, packed_q8_0>) {
+        for (int64_t i = 0; i < w.n_blocks; i += 8) {
+            add_packed_q8_0(from, i, std::min<int64_t>(8, w.n_blocks - i), x.block(i / 8), acc);
+        }
+    } else {
+        for (int64_t i = 0; i < w.n_blocks; i++) {
+            add_packed<packed>(from, i, x.block(i), acc);
+        }
+    }
+    for (int p = 0; p < n_streams; p++) {
+        for (int v = 0; v < n; v++) {
+            _mm256_storeu_ps(out + v * n_out + (g + p * apart) * n_lanes, acc[p][v]);
+        }
+    }
+}
+
+template <typename packed, int n> void multiply_few(const rows & w, const vectors & x, float * out, int64_t n_out) {
+    constexpr int n_streams = std::clamp(n_sums / (packed::n_together * n), 1, 4);
+    const int64_t n_groups  = w.n / n_lanes;
+    const int64_t apart     = n_groups / n_streams;
+    for (int64_t g = 0; g < apart; g++) {
+        multiply_groups<packed, n, n_streams>(w, x, g, apart, out, n_out);
+    }
+    for (int64_t g = apart * n_streams; g < n_groups; g++) {
+        multiply_groups<packed, n, 1>(w, x, g, 0, out, n_out);
+    }
+}
+
+template <typename packed> void open(const rows & w, char * tile) {
+    using format = typename packed::format;
+    auto * to    = reinterpret_cast<opened_block<format> *>(tile);
+    for (int64_t i = 0; i < w.n_blocks; i++) {
+        for (int64_t g = 0; g < w.n / n_lanes; g++, to++) {
+            const auto & from = reinterpret_cast<const typename packed::block *>(w.row(g * n_lanes))[i];
+            const packed one(from);
+            for (int s = 0; s < format::n_scales; s++) {
+                store(to->scales[s], one.scales(s));
+            }
+            for (int k = 0; k < format::n_offsets / 2; k++) {
+                store(to->offsets[k], one.offsets(k));
+            }
+            __m256 d, d_offset;
+            packed::factors_of(from, d, d_offset);
+            _mm256_store_ps(to->d, d);
+            _mm256_store_ps(to->d_offset, d_offset);
+#    pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) {
+                for (int q = 0; q < 8; q++) {
+                    const auto bytes = [&from, q](int u) {
+                        return load(from.q[packed::place(u, q)]);
+                    };
+                    store(to->q[8 * j + q], format::numbers(j, bytes));
+                }
+            }
+        }
+    }
+}
+
+template <> void open<packed_q8_0>(const rows & w, char * tile) {
+    auto * to = reinterpret_cast<opened_q8_0 *>(tile);
+    for (int64_t i = 0; i < w.n_blocks; i += 8) {
+        for (int64_t g = 0; g < w.n / n_lanes; g++, to++) {
+            const auto * from = reinterpret_cast<const packed_block_q8_0 *>(w.row(g * n_lanes)) + i;
+            for (int64_t j = 0; j < std::min<int64_t>(8, w.n_blocks - i); j++) {
+                for (int q = 0; q < 16; q++) {
+                    const int first = 2 * (q % 2);
+                    store(to->q[16 * j + q], signed_bytes(load(from[j].q[q / 2]), first, first + 1));
+                }
+                _mm256_store_ps(to->d[j], eight_factors(from[j].d));
+            }
+        }
+    }
+}
+
+template <typename packed> constexpr layout layout_of() {
+    return { n_lanes,
+             packed::n_direct,
+             { multiply_few<packed, 1>, multiply_few<packed, 2>, multiply_few<packed, 3>, multiply_few<packed, 4> },
+             open<packed>,
+             pack<packed> };
+}
+
+}  // namespace
+
+const layout packed_rows_q4_K = layout_of<packed_q4_K>();
+const layout packed_rows_q6_K = layout_of<packed_q6_K>();
+const layout packed_rows_q8_0 = layout_of<packed_q8_0>();
+
+}  // namespace slowar
+#endif
