@@ -6,6 +6,10 @@
 #include <cmath>
 #include <cstring>
 
+#if defined(__F16C__)
+#    include <immintrin.h>
+#endif
+
 namespace slowar {
 
 namespace {
@@ -29,6 +33,17 @@ floats load(const float * x) {
     floats v;
     std::memcpy(&v, x, sizeof(v));
     return v;
+}
+
+// Halves of a cache, converted on the way.
+floats load(const ggml_fp16_t * x) {
+#if defined(__F16C__)
+    return floats(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
+#else
+    floats v;
+    ggml_cpu_fp16_to_fp32(x, reinterpret_cast<float *>(&v), lanes);
+    return v;
+#endif
 }
 
 void store(float * x, floats v) {
@@ -142,18 +157,24 @@ cached_rows rows_of(const shape & s, const ggml_tensor * cache, int64_t head, in
              cache->nb[1], n };
 }
 
-// The cache is read in pieces of a few hundred bytes, too short for the processor to see what comes next: while some rows
-// are converted, those that follow are asked for.
+// The cache is read in pieces of a few hundred bytes, too short for the processor to see what comes next: while a row is
+// worked on, one of those that follow is asked for.
+void ask_for(const cached_rows & next, int64_t i, size_t n_bytes) {
+    for (size_t b = 0; i < next.n && b < n_bytes; b += 64) {
+        __builtin_prefetch(next.at + size_t(i) * next.stride + b);
+    }
+}
+
 void convert(const shape & s, const cached_rows & from, const cached_rows & next, float * to) {
     const ggml_to_float_t to_float = ggml_get_type_traits(from.type)->to_float;
     const size_t          n_bytes  = ggml_row_size(from.type, s.head_dim);
     for (int64_t i = 0; i < from.n; i++, to += s.width) {
         const char * row = from.at + size_t(i) * from.stride;
-        for (size_t b = 0; i < next.n && b < n_bytes; b += 64) {
-            __builtin_prefetch(next.at + size_t(i) * next.stride + b);
-        }
-        if (from.type == GGML_TYPE_F16) {
-            ggml_cpu_fp16_to_fp32(reinterpret_cast<const ggml_fp16_t *>(row), to, s.head_dim);
+        ask_for(next, i, n_bytes);
+        if (from.type == GGML_TYPE_F16 && s.width == s.head_dim) {
+            for (int64_t d = 0; d < s.width; d += lanes) {
+                store(to + d, load(reinterpret_cast<const ggml_fp16_t *>(row) + d));
+            }
         } else if (to_float) {
             to_float(row, to, s.head_dim);
         } else {
@@ -162,15 +183,31 @@ void convert(const shape & s, const cached_rows & from, const cached_rows & next
     }
 }
 
+// Keys as they lie in the cache, or converted.
+template <typename number> struct key_rows {
+    const number * at;
+    int64_t        stride;
+    int64_t        n;
+
+    const number * row(int64_t i) const { return at + std::min(i, n - 1) * stride; }
+};
+
 // scores[r][i] = q[r] . keys[i], eight products at a time: n_rows query rows share each key, and eight sums in flight
 // keep the multipliers busy.
-template <int n_rows> void score(const shape & s, const float * q, const float * keys, int64_t n, float * scores) {
-    constexpr int n_keys = lanes / n_rows;
-    for (int64_t i = 0; i < n; i += n_keys) {
+template <int n_rows, typename number>
+void score(const shape & s, const float * q, const key_rows<number> & keys, const cached_rows & next, float * scores) {
+    constexpr int n_keys  = lanes / n_rows;
+    const size_t  n_bytes = ggml_row_size(next.type, s.head_dim);
+    for (int64_t i = 0; i < keys.n; i += n_keys) {
+        const number * row[n_keys];
+        for (int k = 0; k < n_keys; k++) {
+            ask_for(next, i + k, n_bytes);
+            row[k] = keys.row(i + k);
+        }
         floats acc[lanes] = {};
         for (int64_t d = 0; d < s.width; d += lanes) {
             for (int k = 0; k < n_keys; k++) {
-                const floats key = load(keys + (i + k) * s.width + d);
+                const floats key = load(row[k] + d);
                 for (int r = 0; r < n_rows; r++) {
                     acc[r * n_keys + k] += load(q + r * s.width + d) * key;
                 }
@@ -184,16 +221,30 @@ template <int n_rows> void score(const shape & s, const float * q, const float *
     }
 }
 
-void score_all(const shape & s, const head_state & h, int64_t n_rows, const float * keys, int64_t n) {
+template <typename number>
+void score_rows(const shape & s, const head_state & h, int64_t n_rows, const key_rows<number> & keys,
+                const cached_rows & next) {
     int64_t r = 0;
     for (; r + 4 <= n_rows; r += 4) {
-        score<4>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
+        score<4>(s, h.q + r * s.width, keys, next, h.scores + r * tile);
     }
     for (; r + 2 <= n_rows; r += 2) {
-        score<2>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
+        score<2>(s, h.q + r * s.width, keys, next, h.scores + r * tile);
     }
     for (; r < n_rows; r++) {
-        score<1>(s, h.q + r * s.width, keys, n, h.scores + r * tile);
+        score<1>(s, h.q + r * s.width, keys, next, h.scores + r * tile);
+    }
+}
+
+// Halves that are read once are converted there.
+void score_all(const shape & s, const head_state & h, int64_t n_rows, const cached_rows & keys,
+               const cached_rows & next, float * rows) {
+    if (keys.type == GGML_TYPE_F16 && s.width == s.head_dim && n_rows <= 4) {
+        const int64_t stride = int64_t(keys.stride / sizeof(ggml_fp16_t));
+        score_rows<ggml_fp16_t>(s, h, n_rows, { reinterpret_cast<const ggml_fp16_t *>(keys.at), stride, keys.n }, next);
+    } else {
+        convert(s, keys, next, rows);
+        score_rows<float>(s, h, n_rows, { rows, s.width, keys.n }, { next.type, nullptr, 0, 0 });
     }
 }
 
@@ -307,8 +358,7 @@ void attend(const shape & s, ggml_tensor * dst, const walk & w, float * scratch)
             const cached_rows values = rows_of(s, v, head, slot, n);
             const cached_rows next   = head + 1 < w.head1 ? rows_of(s, k, head + 1, slot, n)
                                                           : rows_of(s, k, w.head0, slot + tile, n_kv - slot - tile);
-            convert(s, keys, values, rows);
-            score_all(s, h, n_rows, rows, n);
+            score_all(s, h, n_rows, keys, values, rows);
             for (int64_t r = 0; r < n_rows; r++) {
                 const int64_t n_seen = positions[r / s.n_repeat] + 1 - slot;
                 soften(s, h, r, std::clamp<int64_t>(n_seen, 0, n));

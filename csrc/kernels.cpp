@@ -223,6 +223,9 @@ template <typename block> void ask_for_share(const rows & w, int64_t i, int64_t 
 
 __m256 begin(const rows & w, int64_t first, bool adds, const float * out) {
     float all[n_lanes] = {};
+    if (adds && w.n - first >= n_lanes) {
+        return _mm256_loadu_ps(out + first);
+    }
     if (adds) {
         std::copy_n(out + first, std::min(n_lanes, w.n - first), all);
     }
@@ -230,6 +233,10 @@ __m256 begin(const rows & w, int64_t first, bool adds, const float * out) {
 }
 
 void give(const rows & w, int64_t first, __m256 products, float * out) {
+    if (w.n - first >= n_lanes) {
+        _mm256_storeu_ps(out + first, products);
+        return;
+    }
     float all[n_lanes];
     _mm256_storeu_ps(all, products);
     std::copy_n(all, std::min(n_lanes, w.n - first), out + first);

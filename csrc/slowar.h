@@ -139,8 +139,8 @@ typedef struct slowar_model_params {
     const int32_t *      places;
     int32_t              n_places;
     bool                 use_mmap; /* weights beside the CPU stay in the mapped file where their alignment allows */
-    bool repack; /* layer matrices beside the CPU are rearranged for its kernels where ggml can: a copy */
-    bool load;   /* false: everything but the weights, to look at and to plan with */
+    bool                 repack;   /* layer matrices beside the CPU are rearranged for kernels that want it: a copy */
+    bool                 load;     /* false: everything but the weights, to look at and to plan with */
 } slowar_model_params;
 
 typedef struct slowar_model_info {

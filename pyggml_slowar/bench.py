@@ -54,7 +54,7 @@ class Plan:
     repeats: int = 7
     contended: bool = False
     frames: bool = False
-    """Whole frames at each of ``past``, on mapped weights: Slow-AR, Fast-AR, sampling."""
+    """Whole frames at each of ``past``, on the first of ``repack``: Slow-AR, Fast-AR, sampling."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class FrameCost:
     """
 
     past: int
+    repack: bool
     slow_ar_ms: float
     fast_ar_ms: float
     sampling_ms: float
@@ -176,8 +177,6 @@ class _Memory:
 
 def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
     """Measure what the plan asks for. ``say`` is told what happens."""
-    if plan.frames and False not in plan.repack:
-        raise ValueError("frames are measured on mapped weights: repack must not be on alone")
     n_threads = plan.n_threads or device.default_threads()
     memory = _Memory(n_threads)
     say("measuring memory bandwidth")
@@ -191,7 +190,7 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
             stack.enter_context(models[repack])
             openings.append(opening)
         if plan.frames:
-            models[False].fast_ar()  # or says what is missing, before anything is measured
+            models[plan.repack[0]].fast_ar()  # or says what is missing, before anything is measured
 
         length = max([*plan.past, *plan.prefill]) + max(plan.prefill) + 1
         tokens = random_tokens(next(iter(models.values())), length)
@@ -203,7 +202,7 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
         batches = _measure_batches(plan, models, tokens, n_threads, say) if plan.batch else []
         frames = []
         if plan.frames:
-            frames = _measure_frames(plan, models[False], tokens, memory, say)
+            frames = _measure_frames(plan, models[plan.repack[0]], tokens, memory, say)
         contended = []
         if plan.contended:
             sessions = _open_sessions(plan, models, length, plan.n_threads, stack)
@@ -358,7 +357,8 @@ def _measure_frames(
                 rows.append(row)
             ms = {k: statistics.median(row[k] for row in rows[1:]) * 1e3 for k in rows[0]}
             floor = memory.floor_ms(fast_bytes(model), len(rows))
-            out.append(FrameCost(past, fast_ar_floor_share=floor / ms["fast_ar_ms"], **ms))
+            share = floor / ms["fast_ar_ms"]
+            out.append(FrameCost(past, plan.repack[0], fast_ar_floor_share=share, **ms))
     return out
 
 
@@ -586,7 +586,8 @@ def _frame_row(f: FrameCost) -> str:
     parts = (f.slow_ar_ms, f.fast_ar_ms, f.sampling_ms, f.python_ms)
     shares = " | ".join(f"{ms:.1f} ({ms / f.whole_ms:.1%})" for ms in parts)
     return (
-        f"| {f.past} | {shares} | {f.whole_ms:.1f} | {f.fast_ar_floor_share:.2f} "
+        f"| {f.past}{', repack' if f.repack else ''} | {shares} "
+        f"| {f.whole_ms:.1f} | {f.fast_ar_floor_share:.2f} "
         f"| {f.reference_slow_ar_ms:.1f} | {f.reference_fast_ar_ms:.1f} "
         f"| {f.fast_ar_ms / f.reference_fast_ar_ms:.2f} x "
         f"| {f.reference_ms / f.whole_ms:.1f} |"

@@ -188,7 +188,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="tensors of such names there; several times",
     )
     parser.add_argument(
-        "--repack", action="store_true", help="rearrange layer matrices for the CPU"
+        "--repack", action="store_true", help="rearrange layer matrices for the CPU: a copy"
     )
     parser.add_argument(
         "--no-mmap", action="store_true", help="read the weights instead of mapping"

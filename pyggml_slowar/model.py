@@ -145,9 +145,10 @@ class Model(Closing):
         Use weights beside the CPU in place in the mapped file, where their alignment allows. The
         file must then not be cut short while the model is open. False: read them into memory.
     repack
-        Rearrange layer matrices beside the CPU for its kernels, for the types that ggml can
-        (``TensorInfo.where`` says which): faster evaluations, a slower opening, and a copy in
-        memory of what was a mapped file.
+        Rearrange layer matrices beside the CPU for its kernels, where there are such
+        (``TensorInfo.where`` says which): a slower opening, and a copy in memory of what was a
+        mapped file. Q4_K, Q6_K and Q8_0 give the same bits as mapped on CPUs with AVX2, K-quants
+        and many sessions faster; other types and CPUs have what ggml has.
     load
         False: everything but the weights, to look at ``config``, ``tensors()``, ``placement()`` and
         ``estimate()``. Sessions cannot be opened.
