@@ -54,7 +54,8 @@ class Plan:
     repeats: int = 7
     contended: bool = False
     frames: bool = False
-    """Whole frames at each of ``past``, on the first of ``repack``: Slow-AR, Fast-AR, sampling."""
+    """Whole frames at each of ``past`` and ``repack``: Slow-AR, Fast-AR, sampling. The reference's
+    are of mapped weights, if ``repack`` has them."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
             stack.enter_context(models[repack])
             openings.append(opening)
         if plan.frames:
-            models[plan.repack[0]].fast_ar()  # or says what is missing, before anything is measured
+            for model in models.values():
+                model.fast_ar()  # or says what is missing, before anything is measured
 
         length = max([*plan.past, *plan.prefill]) + max(plan.prefill) + 1
         tokens = random_tokens(next(iter(models.values())), length)
@@ -202,7 +204,7 @@ def run(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Report:
         batches = _measure_batches(plan, models, tokens, n_threads, say) if plan.batch else []
         frames = []
         if plan.frames:
-            frames = _measure_frames(plan, models[plan.repack[0]], tokens, memory, say)
+            frames = _measure_frames(plan, models, tokens, memory, say)
         contended = []
         if plan.contended:
             sessions = _open_sessions(plan, models, length, plan.n_threads, stack)
@@ -315,18 +317,20 @@ def _measure_batches(
 
 def _measure_frames(
     plan: Plan,
-    model: Model,
+    models: dict[bool, Model],
     tokens: npt.NDArray[np.int32],
     memory: _Memory,
     say: Callable[[str], None],
 ) -> list[FrameCost]:
     """A frame of each kind in turn."""
-    end = _end_token(model)
+    documented = models.get(False, models[plan.repack[0]])
+    end = _end_token(documented)
     n_threads = memory.n_threads
     out = []
     with ExitStack() as stack:
-        flash, reference = (
-            stack.enter_context(
+
+        def opened(model: Model, attention: str) -> Session:
+            return stack.enter_context(
                 model.session(
                     max(plan.past) + 1,
                     n_threads=n_threads,
@@ -335,30 +339,37 @@ def _measure_frames(
                     extra_ids=(end,),
                 )
             )
-            for attention in ("flash", "reference")
-        )
-        anew = _Anew(model.fast_ar(), n_threads)
+
+        mine = {repack: opened(models[repack], "flash") for repack in plan.repack}
+        reference = opened(documented, "reference")
+        anew = _Anew(documented.fast_ar(), n_threads)
         stack.callback(anew.close)
         for past in plan.past:
-            rows = []
+            rows: dict[bool, list[dict[str, float]]] = {repack: [] for repack in mine}
             for i in range(plan.repeats + 1):
                 say(f"frame at {past}: {i} of {plan.repeats}")
                 memory.look()
-                for session in (flash, reference):
+                for session in (*mine.values(), reference):
                     _move_to(session, past, tokens)
-                sampler = Sampler(model.config, seed=i, min_frames=1, im_end_id=end)
-                row, hidden, codes = _frame(flash, tokens[:, past], sampler, n_threads)
+                for repack, session in mine.items():
+                    sampler = Sampler(documented.config, seed=i, min_frames=1, im_end_id=end)
+                    row, hidden, codes = _frame(session, tokens[:, past], sampler, n_threads)
+                    rows[repack].append(row)
                 start = time.perf_counter()
                 reference.step(tokens[:, past])
                 stepped = time.perf_counter()
                 anew.frame(hidden, codes)
-                row["reference_slow_ar_ms"] = stepped - start
-                row["reference_fast_ar_ms"] = time.perf_counter() - stepped
-                rows.append(row)
-            ms = {k: statistics.median(row[k] for row in rows[1:]) * 1e3 for k in rows[0]}
-            floor = memory.floor_ms(fast_bytes(model), len(rows))
-            share = floor / ms["fast_ar_ms"]
-            out.append(FrameCost(past, plan.repack[0], fast_ar_floor_share=share, **ms))
+                done = time.perf_counter()
+                for all_rows in rows.values():
+                    all_rows[-1]["reference_slow_ar_ms"] = stepped - start
+                    all_rows[-1]["reference_fast_ar_ms"] = done - stepped
+            floor = memory.floor_ms(fast_bytes(documented), plan.repeats + 1)
+            for repack, all_rows in rows.items():
+                ms = {
+                    k: statistics.median(row[k] for row in all_rows[1:]) * 1e3 for k in all_rows[0]
+                }
+                share = floor / ms["fast_ar_ms"]
+                out.append(FrameCost(past, repack, fast_ar_floor_share=share, **ms))
     return out
 
 

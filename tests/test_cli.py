@@ -181,6 +181,9 @@ def test_bench_of_frames(folder: Path) -> None:
     assert frame["reference_fast_ar_ms"] > 0
     assert "A frame of a generation" in slowar(*words, cwd=folder).stdout
     assert "\n| 8, repack | " in slowar(*words, "--repack", "on", cwd=folder).stdout
+    both = json.loads(slowar(*words, "--repack", "both", "--json", cwd=folder).stdout)["frames"]
+    assert [frame["repack"] for frame in both] == [False, True]
+    assert both[0]["reference_slow_ar_ms"] == both[1]["reference_slow_ar_ms"]
 
 
 @pytest.mark.parametrize(
