@@ -131,7 +131,8 @@ Made by `{shlex.join(["python", *sys.argv])}` (`make bench`) on {today}. Random 
 shape; the time does not depend on their values. Each table is one run, in which the configurations
 took turns step by step. *Of the floor*: the least time in which the memory could have delivered the
 bytes that a step must read, divided by the step's median. The bandwidth is the median of looks
-between the same steps, each the best of two passes by one and two by four streams to a thread."""
+between the same steps: what the best of three ways of reading got in three passes each (one stream
+to a thread, four, four that ask 512 bytes ahead)."""
     parts = ["# How fast it is", intro, f"![step time against position]({image})"]
     for type, report in reports.items():
         parts += [f"## {type}", bench.markdown(report), "\n".join(growth(report))]

@@ -35,16 +35,12 @@ floats load(const float * x) {
     return v;
 }
 
+#if defined(__F16C__)
 // Halves of a cache, converted on the way.
 floats load(const ggml_fp16_t * x) {
-#if defined(__F16C__)
     return floats(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
-#else
-    floats v;
-    ggml_cpu_fp16_to_fp32(x, reinterpret_cast<float *>(&v), lanes);
-    return v;
-#endif
 }
+#endif
 
 void store(float * x, floats v) {
     std::memcpy(x, &v, sizeof(v));
@@ -171,10 +167,8 @@ void convert(const shape & s, const cached_rows & from, const cached_rows & next
     for (int64_t i = 0; i < from.n; i++, to += s.width) {
         const char * row = from.at + size_t(i) * from.stride;
         ask_for(next, i, n_bytes);
-        if (from.type == GGML_TYPE_F16 && s.width == s.head_dim) {
-            for (int64_t d = 0; d < s.width; d += lanes) {
-                store(to + d, load(reinterpret_cast<const ggml_fp16_t *>(row) + d));
-            }
+        if (from.type == GGML_TYPE_F16) {
+            ggml_cpu_fp16_to_fp32(reinterpret_cast<const ggml_fp16_t *>(row), to, s.head_dim);
         } else if (to_float) {
             to_float(row, to, s.head_dim);
         } else {
@@ -236,16 +230,18 @@ void score_rows(const shape & s, const head_state & h, int64_t n_rows, const key
     }
 }
 
-// Halves that are read once are converted there.
+// Halves that are read once are converted there, where the processor can.
 void score_all(const shape & s, const head_state & h, int64_t n_rows, const cached_rows & keys,
                const cached_rows & next, float * rows) {
-    if (keys.type == GGML_TYPE_F16 && s.width == s.head_dim && n_rows <= 4) {
+#if defined(__F16C__)
+    if (keys.type == GGML_TYPE_F16 && s.width == s.head_dim && n_rows <= 4 && n_rows != 3) {
         const int64_t stride = int64_t(keys.stride / sizeof(ggml_fp16_t));
         score_rows<ggml_fp16_t>(s, h, n_rows, { reinterpret_cast<const ggml_fp16_t *>(keys.at), stride, keys.n }, next);
-    } else {
-        convert(s, keys, next, rows);
-        score_rows<float>(s, h, n_rows, { rows, s.width, keys.n }, { next.type, nullptr, 0, 0 });
+        return;
     }
+#endif
+    convert(s, keys, next, rows);
+    score_rows<float>(s, h, n_rows, { rows, s.width, keys.n }, { next.type, nullptr, 0, 0 });
 }
 
 // Turns a tile's scores into weights and rescales what was summed before, when a larger score turned up.

@@ -3,7 +3,7 @@
 
 namespace slowar {
 
-// Bytes a second that n_threads threads read together, the best of several passes. Throws SLOWAR_MEMORY.
+// Bytes a second that n_threads threads read together, the best of several ways by the mean of its passes. Throws SLOWAR_MEMORY.
 double read_bandwidth(int n_threads);
 
 }  // namespace slowar

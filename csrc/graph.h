@@ -13,7 +13,7 @@ enum class attention_path {
     reference,  // the documented one: cast and concatenate the past, repeat the heads, mask, softmax
     flash,      // store first, then ggml's flash attention over the cache in place
     cpu,        // so too, but in layers whose cache is beside the CPU by our own node (attention.h) where it is better
-                // and, where nothing is on a device, with our own products (matmul.h)
+                // and, where nothing is on a device, with our own products (matmul.h); packed matrices always have them
 };
 
 // What leaves the graph, each with all before it.

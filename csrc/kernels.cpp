@@ -20,6 +20,20 @@ constexpr size_t ahead_bytes = 1024;
 // Rows at a time from as many places: memory delivers four streams faster than one.
 constexpr int n_streams = 4;
 
+// The sums of four registers, lane by lane.
+__m128i sums(const __m128i (&v)[4]) {
+    const __m128i ab = _mm_add_epi32(_mm_unpacklo_epi32(v[0], v[1]), _mm_unpackhi_epi32(v[0], v[1]));
+    const __m128i cd = _mm_add_epi32(_mm_unpacklo_epi32(v[2], v[3]), _mm_unpackhi_epi32(v[2], v[3]));
+    return _mm_add_epi32(_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd));
+}
+
+__m128i sums(const __m256i (&v)[4]) {
+    const __m256i ab  = _mm256_add_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+    const __m256i cd  = _mm256_add_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+    const __m256i all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
 // Row r of each quarter of the rows; the last of all where a quarter has none.
 template <typename block> struct four_rows {
     four_rows(const rows & w, int64_t r) {
@@ -128,6 +142,36 @@ template <int n> void multiply_few_q8_0(const rows & w, const vectors & x, float
 int64_t n_groups(const rows & w) {
     return (w.n + n_lanes - 1) / n_lanes;
 }
+
+// Lane j of register i becomes lane i of register j.
+[[gnu::always_inline]] inline void transpose(__m256i (&v)[8]) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i]     = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        b[i]     = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i]     = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
+}
+
+// Eight rows from the g-th eight on; the last again where there are fewer.
+template <typename block> struct eight_rows {
+    eight_rows(const rows & w, int64_t g) {
+        for (int64_t r = 0; r < n_lanes; r++) {
+            row[r] = reinterpret_cast<const block *>(w.row(std::min(g * n_lanes + r, w.n - 1)));
+        }
+    }
+
+    const block * row[n_lanes];
+};
 
 template <typename format> void open(const rows & w, char * tile) {
     using block = typename format::block;
@@ -287,7 +331,11 @@ template <int g, int n>
 [[gnu::always_inline]] inline void add_blocks(const opened_q8_0 * w, const rounded_block * y, int64_t n_blocks,
                                               __m256 (&acc)[g][n]) {
     alignas(32) int16_t numbers[n][256];
-    widen(y, numbers);
+    for (int v = 0; v < n; v++) {
+        for (int k = 0; k < 256; k += 16) {
+            store(numbers[v] + k, _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i *>(y[v].q + k))));
+        }
+    }
     for (int64_t j = 0; j < n_blocks; j++) {
         __m256i total[g][n];
 #    pragma GCC unroll 16

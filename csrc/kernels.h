@@ -53,13 +53,13 @@ using few_t = void (*)(const rows & w, const vectors & x, float * out, int64_t n
 // Up to tile_rows rows, decoded, number by number side by side.
 using open_t = void (*)(const rows & w, char * tile);
 
-// Whole groups of rows from the file's layout.
-using pack_t = void (*)(const rows & w, char * to);
-
 // The same times the first few vectors, added to what there is from blocks before these, if there are any. Meanwhile
 // memory is asked for the rows `next`.
 using many_t = void (*)(const rows & w, const char * tile, const rows & next, const vectors & x, bool adds, float * out,
                         int64_t n_out);
+
+// Whole groups of rows from the file's layout.
+using pack_t = void (*)(const rows & w, char * to);
 
 // How rows lie.
 struct layout {

@@ -13,7 +13,7 @@ namespace {
 // How far ahead memory is asked for what comes next.
 constexpr size_t ahead_bytes = 512;
 
-// Sums that stay in registers, beside what they are made of.
+// Sums at once, where there are not more of one place: about as many as stay in registers.
 constexpr int n_sums = 8;
 
 // Eight rows of a block side by side: as many bytes as in the file, in the order in which they are read. Memory delivers
@@ -63,11 +63,13 @@ __m256 eight_factors(const uint16_t (&d)[n_lanes]) {
 
 class packed_q4_K {
   public:
-    using format = q4_K;
-    using block  = packed_block_q4_K;
+    using format     = q4_K;
+    using file_block = block_q4_K;
+    using block      = packed_block_q4_K;
 
-    static constexpr int n_together = 2;  // groups that share bytes
-    static constexpr int n_direct   = 8;
+    static constexpr int n_groups = 2;  // that share bytes
+    static constexpr int n_direct = 8;
+    static constexpr int n_bytes  = format::n_bytes;
 
     packed_q4_K() = default;
 
@@ -97,6 +99,8 @@ class packed_q4_K {
     // Where numbers 4q to 4q + 3 of each row's u-th 32 bytes lie.
     static constexpr int place(int u, int q) { return 8 * u + q; }
 
+    static const uint8_t * bytes(const block_q4_K & w) { return format::bytes(w); }
+
     static void pack_scales(const block_q4_K & from, int r, block & to) {
         uint8_t scale[16];
         _mm_storeu_si128(reinterpret_cast<__m128i *>(scale), q4_K(from).all_scales());
@@ -117,11 +121,13 @@ class packed_q4_K {
 
 class packed_q6_K {
   public:
-    using format = q6_K;
-    using block  = packed_block_q6_K;
+    using format     = q6_K;
+    using file_block = block_q6_K;
+    using block      = packed_block_q6_K;
 
-    static constexpr int n_together = 4;
-    static constexpr int n_direct   = 8;
+    static constexpr int n_groups = 4;
+    static constexpr int n_direct = 8;
+    static constexpr int n_bytes  = format::n_bytes;
 
     packed_q6_K() = default;
 
@@ -142,6 +148,8 @@ class packed_q6_K {
         return 3 * (8 * half + q) + (u < 4 ? u % 2 : 2);
     }
 
+    static const uint8_t * bytes(const block_q6_K & w) { return format::bytes(w); }
+
     static void pack_scales(const block_q6_K & from, int r, block & to) {
         for (int s = 0; s < 16; s++) {
             to.scales[s / 4][r][s % 4] = from.scales[s];
@@ -155,39 +163,31 @@ class packed_q6_K {
 
 class packed_q8_0 {
   public:
-    using block = packed_block_q8_0;
+    using file_block = block_q8_0;
+    using block      = packed_block_q8_0;
 
-    static constexpr int n_together = 2;
-    static constexpr int n_direct   = 32;
+    static constexpr int n_groups = 2;  // one, counted twice for the registers that signs take
+    static constexpr int n_direct = 32;
+    static constexpr int n_bytes  = 32;
+
+    static const int8_t * bytes(const block_q8_0 & w) { return w.q; }
+
+    static constexpr int place(int, int q) { return q; }
+
+    static void pack_scales(const block_q8_0 & from, int r, block & to) { to.d[r] = from.d; }
 };
 
+// The file may have rows at any address.
 template <typename packed> void pack(const rows & w, char * to) {
-    using format = typename packed::format;
-    auto * out   = reinterpret_cast<typename packed::block *>(to);
-    for (int64_t g = 0; g < w.n / n_lanes; g++) {
-        const eight_rows<typename format::block> eight(w, g);
+    auto * out = reinterpret_cast<typename packed::block *>(to);
+    for (int64_t g = 0; g < w.n; g += n_lanes) {
         for (int64_t i = 0; i < w.n_blocks; i++, out++) {
             for (int r = 0; r < n_lanes; r++) {
-                const auto & from = eight.row[r][i];
+                typename packed::file_block from;
+                std::memcpy(&from, w.row(g + r) + size_t(i) * sizeof(from), sizeof(from));
                 packed::pack_scales(from, r, *out);
-                for (int k = 0; k < format::n_bytes / 4; k++) {
-                    std::memcpy(out->q[packed::place(k / 8, k % 8)][r], format::bytes(from) + 4 * k, 4);
-                }
-            }
-        }
-    }
-}
-
-template <> void pack<packed_q8_0>(const rows & w, char * to) {
-    auto * out = reinterpret_cast<packed_block_q8_0 *>(to);
-    for (int64_t g = 0; g < w.n / n_lanes; g++) {
-        const eight_rows<block_q8_0> eight(w, g);
-        for (int64_t i = 0; i < w.n_blocks; i++, out++) {
-            for (int r = 0; r < n_lanes; r++) {
-                const block_q8_0 & from = eight.row[r][i];
-                out->d[r]               = from.d;
-                for (int q = 0; q < 8; q++) {
-                    std::memcpy(out->q[q][r], from.q + 4 * q, 4);
+                for (int k = 0; k < packed::n_bytes / 4; k++) {
+                    std::memcpy(out->q[packed::place(k / 8, k % 8)][r], packed::bytes(from) + 4 * k, 4);
                 }
             }
         }
@@ -213,8 +213,8 @@ template <typename packed, int n, int n_streams>
     using format = typename packed::format;
     using block  = typename packed::block;
 
-    constexpr int n_together  = packed::n_together;
-    constexpr int n_steps     = 8 / n_together;
+    constexpr int n_groups    = packed::n_groups;
+    constexpr int n_steps     = 8 / n_groups;
     constexpr int n_registers = format::n_bytes / 32 / n_steps;
     constexpr int n_per_scale = 64 / format::n_scales;
 
@@ -240,7 +240,7 @@ template <typename packed, int n, int n_streams>
 #    pragma GCC unroll 4
     for (int step = 0; step < n_steps; step++) {
         for (int first = 0; first < 8; first += format::n_quads) {
-            __m256i products[n_streams][n_together][n];
+            __m256i products[n_streams][n_groups][n];
 #    pragma GCC unroll 8
             for (int q = first; q < first + format::n_quads; q++) {
 #    pragma GCC unroll 4
@@ -250,8 +250,8 @@ template <typename packed, int n, int n_streams>
                         const auto * here = w.q[n_registers * (8 * step + q)];
                         ask_for(reinterpret_cast<const char *>(here) + ahead_bytes, 64 * n_registers);
                     }
-                    for (int g = 0; g < n_together; g++) {
-                        const int     j = n_together * step + g;
+                    for (int g = 0; g < n_groups; g++) {
+                        const int     j = n_groups * step + g;
                         const __m256i numbers =
                             format::numbers(j, [&w, q](int u) { return load(w.q[packed::place(u, q)]); });
                         for (int v = 0; v < n; v++) {
@@ -264,8 +264,8 @@ template <typename packed, int n, int n_streams>
                 }
             }
             for (int p = 0; p < n_streams; p++) {
-                for (int g = 0; g < n_together; g++) {
-                    const int     j      = n_together * step + g;
+                for (int g = 0; g < n_groups; g++) {
+                    const int     j      = n_groups * step + g;
                     const __m256i scales = one[p].scales((8 * j + first) / n_per_scale);
                     for (int v = 0; v < n; v++) {
                         const __m256i here = _mm256_madd_epi16(scales, products[p][g][v]);
@@ -298,7 +298,9 @@ template <int n, int n_streams>
 #    pragma GCC unroll 4
             for (int p = 0; p < n_streams; p++) {
                 const packed_block_q8_0 & w = from.at[p][i + j];
-                if (q % 2 == 0) {
+                if (q == 0) {
+                    ask_for(reinterpret_cast<const char *>(&w) + ahead_bytes, sizeof(w.d) + 64);
+                } else if (q % 2 == 0) {
                     ask_for(reinterpret_cast<const char *>(w.q[q]) + ahead_bytes, 64);
                 }
                 const __m256i numbers = load(w.q[q]);
@@ -343,7 +345,7 @@ void multiply_groups(const rows & w, const vectors & x, int64_t g, int64_t apart
 }
 
 template <typename packed, int n> void multiply_few(const rows & w, const vectors & x, float * out, int64_t n_out) {
-    constexpr int n_streams = std::clamp(n_sums / (packed::n_together * n), 1, 4);
+    constexpr int n_streams = std::clamp(n_sums / (packed::n_groups * n), 1, 4);
     const int64_t n_groups  = w.n / n_lanes;
     const int64_t apart     = n_groups / n_streams;
     for (int64_t g = 0; g < apart; g++) {

@@ -126,8 +126,6 @@ void at_fork(void (*)(), void (*)()) {}
 // Windows ends the other threads before a library hears of it: nothing is under way then, and waiting would be in vain.
 void end_calls_at_exit() {}
 
-void ask_for_large_pages(void *, size_t) {}
-
 int64_t process_id() {
     return int64_t(::GetCurrentProcessId());
 }

@@ -413,7 +413,8 @@ void          slowar_server_close(slowar_server * server); /* NULL is fine; not 
 
 /* ---- measuring -------------------------------------------------------------------------------------------------- */
 
-/* Bytes a second that n_threads threads read from memory together: the best of five passes over 512 MiB. */
+/* Bytes a second that n_threads threads read from memory together: the best of three ways to read 512 MiB, each
+ * by the mean of three passes. */
 slowar_status slowar_read_bandwidth(int32_t n_threads, double * bytes_per_second, slowar_error * err);
 
 /* ---- writing models --------------------------------------------------------------------------------------------- */

@@ -212,11 +212,10 @@ static void upload(const mapped_file & file, const file_tensor & source, ggml_te
     }
 }
 
-// Of contexts and types: the places beside the CPU first, what is packed last.
+// Of contexts and types: the places beside the CPU, each device, what is packed.
 size_t weights::index_of(const wanted & w) const {
-    return w.is_packed                      ? types.size() - 1
-           : w.where == SLOWAR_PLACE_DEVICE ? size_t(SLOWAR_PLACE_DEVICE) + size_t(w.device)
-                                            : size_t(w.where);
+    const size_t first = size_t(SLOWAR_PLACE_DEVICE);
+    return w.is_packed ? first + devices.size() : w.device < 0 ? size_t(w.where) : first + size_t(w.device);
 }
 
 // Decides what of the CPU's is used from the file, and makes the tensors.
@@ -266,7 +265,7 @@ void weights::load() {
             continue;
         }
         const size_t             first  = size_t(SLOWAR_PLACE_DEVICE);
-        const bool               is_cpu = i < first || i == contexts.size() - 1;
+        const bool               is_cpu = i < first || i == first + devices.size();
         const ggml_backend_dev_t device = is_cpu ? cpu_device() : devices[i - first];
         buffers.push_back(is_loaded ? allocate(contexts[i].get(), types[i], device)
                                     : imagine(contexts[i].get(), types[i]));
@@ -279,8 +278,11 @@ void weights::load() {
                     ggml_backend_tensor_alloc(mapping.get(), *w.slot, base + w.source->offset);
                     break;
                 case SLOWAR_PLACE_REPACKED:
-                    w.is_packed ? pack(base + w.source->offset, *w.slot)
-                                : ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
+                    if (w.is_packed) {
+                        pack(base + w.source->offset, *w.slot);
+                    } else {
+                        ggml_backend_tensor_set(*w.slot, base + w.source->offset, 0, w.source->n_bytes);
+                    }
                     f.forget(w.source->offset, w.source->n_bytes);
                     break;
                 default: upload(f, *w.source, *w.slot); break;

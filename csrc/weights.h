@@ -80,9 +80,9 @@ struct weights {
     std::vector<std::pair<std::string, int>> places;  // asked for, sorted by name
     std::vector<wanted>                      list;
     std::vector<int32_t>                     device_of_;
-    std::vector<ggml_context_ptr>            contexts;  // of each place beside the CPU, then of each device
-    std::vector<ggml_backend_buffer_type_t>  types;     // of their buffers
-    std::vector<ggml_backend_buffer_ptr>     buffers;
+    std::vector<ggml_context_ptr>           contexts;  // of each place beside the CPU, each device, then what is packed
+    std::vector<ggml_backend_buffer_type_t> types;     // of their buffers
+    std::vector<ggml_backend_buffer_ptr>    buffers;
 };
 
 }  // namespace slowar

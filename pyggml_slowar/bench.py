@@ -72,7 +72,8 @@ class Configuration:
 class Step:
     """One configuration at one position.
 
-    ``floor_share`` is floor / median, at best 1. A busy process has its part of the memory's speed.
+    ``floor_share`` is floor / median: 1 at best, but for the bandwidth that changes between looks.
+    A busy process has its part of the memory's speed.
     """
 
     configuration: Configuration
@@ -110,7 +111,8 @@ class BatchStep:
 class FrameCost:
     """A frame of a generation in milliseconds, medians.
 
-    The reference is the documented graph, and a Fast-AR that begins anew for every code.
+    The reference is the documented graph, and a Fast-AR that begins anew for every code: on mapped
+    weights, unless only packed ones were asked for.
     """
 
     past: int

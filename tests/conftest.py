@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from pyggml_slowar import Config, Model, Output
+from pyggml_slowar.device import build_info
 from pyggml_slowar.make_model import TINY, make_model
 
 # A shell that starts this in the background has SIGINT ignored, and Python then leaves it so.
@@ -75,6 +76,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     make_model(path, SMALL, seed=3)
     with Model(path, backend="cpu") as model:
         yield model
+
+
+def has_products() -> bool:
+    """Whether the library under test has them: code for a level, or for the CPU it was built on."""
+    code = build_info().split("CPU code: ")[1].split(",")[0]
+    if code != "native":
+        return code in ("x86-64-v3", "x86-64-v4")
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and {"avx2", "fma", "f16c"} <= set(cpus.read_text().split())
 
 
 def make_prompt(config: Config, n: int, *, seed: int = 0) -> Tokens:

@@ -17,11 +17,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import make_prompt
+from conftest import has_products, make_prompt
+from gguf_edit import U8, U32, Gguf, Pair
 from test_parity import relative_error
 
 import pyggml_slowar as slowar
-from pyggml_slowar.device import build_info
 from pyggml_slowar.make_model import TINY, make_model
 
 Floats = npt.NDArray[np.float64]
@@ -81,15 +81,6 @@ def ours(model: slowar.Model) -> slowar.Model:
     return model
 
 
-def has_products() -> bool:
-    """Whether the library under test has them: code for a level, or for the CPU it was built on."""
-    code = build_info().split("CPU code: ")[1].split(",")[0]
-    if code != "native":
-        return code in ("x86-64-v3", "x86-64-v4")
-    cpus = Path("/proc/cpuinfo")
-    return cpus.exists() and {"avx2", "fma", "f16c"} <= set(cpus.read_text().split())
-
-
 @cache
 def matrix(path: str, name: str) -> Floats:
     tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == name)
@@ -131,7 +122,7 @@ def test_against_numpy(model: slowar.Model, n: int, n_threads: int) -> None:
         assert relative_error(found, expected) <= 1e-6  # seen 3e-7: float32 sums of blocks
 
 
-@pytest.mark.parametrize("n", [1, 4, 7])
+@pytest.mark.parametrize("n", [1, 4, 7, 40])
 @pytest.mark.sanitize
 def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path, repack: bool) -> None:
     """Q8_0 has blocks of 32: seventeen of 256 and one of 96 here."""
@@ -184,6 +175,23 @@ def test_packed_rows_give_the_bits_of_the_file_s(paths: dict[str, Path]) -> None
                 for one in (mapped, packed)
             ]
             assert relative_error(qkv[1], qkv[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.sanitize
+def test_packing_from_any_address(type: str, paths: dict[str, Path], tmp_path: Path) -> None:
+    """A file may align its tensors to single bytes, and so their factors of 16 bits to odd ones."""
+    path = tmp_path / f"{type}.gguf"
+    file = Gguf.parse(paths[type].read_bytes())
+    file.pairs.append(Pair("general.alignment", U32, 1))
+    file.pairs.append(Pair("a" if len(file.header()) % 2 else "an", U8, 0))
+    path.write_bytes(file.to_bytes())
+    tensors = gguf.GGUFReader(paths[type]).tensors
+    assert all(int(t.n_bytes) % 2 == 0 for t in tensors)
+    assert len(file.header()) % 2 == 1
+    with slowar.Model(path, backend="cpu", repack=True) as odd:
+        for found, expected in products(odd, 4, 2):
+            assert relative_error(found, expected) <= 1e-6
 
 
 @pytest.mark.sanitize
@@ -273,7 +281,7 @@ def halves(rng: np.random.Generator, n: int) -> npt.NDArray[np.uint8]:
     return rng.uniform(-0.02, 0.02, (n, 1)).astype("<f2").view(np.uint8)
 
 
-@pytest.mark.parametrize("n", [4, 9])
+@pytest.mark.parametrize("n", [4, 9, 40])
 @pytest.mark.parametrize(
     ("type", "block_bytes", "d_at"),
     [("q4_k", 144, (0, 2)), ("q6_k", 210, (208,)), ("q8_0", 34, (0,))],
