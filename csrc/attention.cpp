@@ -20,14 +20,24 @@ typedef int   ints __attribute__((vector_size(32)));
 
 constexpr int64_t lanes = 8;
 
-// Vectors of a row worked on together.
-constexpr int64_t n_vectors = 2;
+// Halves in a line of the processor's cache: so many are worked on between two requests to memory.
+constexpr int64_t line_numbers = 32;
 
-// Cached rows converted at a time: a tile of 32 x 128 floats stays in the first-level cache.
+// Query rows that share a row of the cache once it is converted, at least the heads of one KV head.
+constexpr int64_t block_rows = 16;
+
+// With so few query rows the rows of an F16 cache are converted where they are read.
+constexpr int64_t few_rows = 4;
+
+// Cached rows whose keys and then whose values are read in one go.
 constexpr int64_t tile = 32;
 
-// Query rows that share a tile, at least the heads of one KV head.
-constexpr int64_t block_rows = 16;
+// Memory is asked for a cached row so many rows ahead. The processor cannot see by itself what comes next: rows of keys
+// and of values take turns.
+constexpr int64_t rows_ahead = 2;
+
+// A cache is cut into so many pieces at most, for threads to share.
+constexpr int64_t most_pieces = 8;
 
 floats load(const float * x) {
     floats v;
@@ -72,10 +82,6 @@ floats sums(const floats (&v)[lanes]) {
     return mix<0, 1, 2, 3, 8, 9, 10, 11>(fours[0], fours[1]) + mix<4, 5, 6, 7, 12, 13, 14, 15>(fours[0], fours[1]);
 }
 
-float sum(floats v) {
-    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
-}
-
 // e^x for x <= 0 by range reduction to [-ln2/2, ln2/2] and a polynomial of degree 6; relative error below 2e-7.
 floats exp_negative(floats x) {
     x = x < -87.0f ? floats{} - 87.0f : x;
@@ -97,76 +103,103 @@ floats exp_negative(floats x) {
 
 struct shape {
     int64_t head_dim;
-    int64_t width;  // head_dim in whole pairs of vectors
+    int64_t width;  // head_dim in whole lines
     int64_t n_head;
     int64_t n_head_kv;
     int64_t n_tokens;
     int64_t n_repeat;      // query heads of a KV head
-    int64_t block_tokens;  // positions whose heads share a tile
+    int64_t block_tokens;  // positions that read the cache together
+    int64_t n_columns;     // query rows of a block, in whole vectors
 
-    int64_t rows() const { return block_tokens * n_repeat; }
+    int64_t n_blocks() const { return (n_tokens + block_tokens - 1) / block_tokens; }
 
-    int64_t per_head() const { return rows() * (2 * width + tile + 2); }
+    // Of the cache: with fewer blocks more of them, for there is something to do for each thread.
+    int64_t max_pieces() const { return std::max<int64_t>(1, most_pieces / n_blocks()); }
 
-    int64_t scratch() const { return n_head_kv * per_head() + tile * width; }
+    int64_t partial_size() const { return n_columns * (width + 2); }
+
+    int64_t scratch() const { return n_columns * (width + tile) + tile * width; }
 };
 
 shape shape_of(const ggml_tensor * q, const ggml_tensor * k) {
     shape s;
     s.head_dim     = q->ne[0];
-    s.width        = GGML_PAD(s.head_dim, n_vectors * lanes);
+    s.width        = GGML_PAD(s.head_dim, line_numbers);
     s.n_head       = q->ne[1];
     s.n_head_kv    = k->ne[0] / s.head_dim;
     s.n_tokens     = q->ne[2];
     s.n_repeat     = s.n_head / s.n_head_kv;
     s.block_tokens = std::min(std::max<int64_t>(block_rows / s.n_repeat, 1), s.n_tokens);
+    s.n_columns    = GGML_PAD(s.block_tokens * s.n_head, lanes);
     return s;
 }
 
-// What the queries of one KV head carry along the cache: a running softmax.
-struct head_state {
-    float * q;       // [rows][width], scaled
-    float * out;     // [rows][width]
-    float * scores;  // [rows][tile]
-    float * most;    // [rows]
-    float * total;   // [rows]
-};
-
-head_state state_at(const shape & s, float * scratch, int64_t head) {
-    float *       at = scratch + head * s.per_head();
-    const int64_t n  = s.rows();
-    return { at, at + n * s.width, at + 2 * n * s.width, at + n * (2 * s.width + tile),
-             at + n * (2 * s.width + tile + 1) };
+// Pieces that a cache of n_kv positions is cut into: not by how many threads there are, on whom no result depends.
+int64_t n_pieces(const shape & s, int64_t n_kv) {
+    int64_t n = n_kv < 2 * lanes ? 1 : 2;
+    while (n * 128 <= n_kv) {
+        n *= 2;
+    }
+    return std::min(n, s.max_pieces());
 }
 
-// Rows of one KV head as they lie in a layer's cache.
+// A running softmax along a piece of the cache, for the queries of a block: those of KV head 0 first.
+struct partial {
+    float * out;    // [n_columns][width]
+    float * most;   // [n_columns]
+    float * total;  // [n_columns]
+};
+
+partial partial_at(const shape & s, float * all, int64_t block, int64_t piece) {
+    float * at = all + (piece * s.n_blocks() + block) * s.partial_size();
+    return { at, at + s.n_columns * s.width, at + s.n_columns * (s.width + 1) };
+}
+
+int64_t n_partials(const shape & s) {
+    return s.n_blocks() * s.max_pieces();
+}
+
+// A thread's own memory.
+struct room {
+    float * q;       // [n_columns][width], scaled
+    float * scores;  // [tile][n_columns]
+    float * rows;    // [tile][width], converted
+};
+
+room room_at(const shape & s, float * at) {
+    return { at, at + s.n_columns * s.width, at + s.n_columns * (s.width + tile) };
+}
+
+// Some positions of a layer's cache, keys or values.
 struct cached_rows {
     ggml_type    type;
     const char * at;
     size_t       stride;
     int64_t      n;
+
+    // The numbers of one KV head.
+    cached_rows of(const shape & s, int64_t head) const {
+        return { type, at + ggml_row_size(type, head * s.head_dim), stride, n };
+    }
 };
 
-cached_rows rows_of(const shape & s, const ggml_tensor * cache, int64_t head, int64_t slot, int64_t n) {
-    const char * layer = static_cast<const char *>(cache->data);
-    return { cache->type, layer + size_t(slot) * cache->nb[1] + ggml_row_size(cache->type, head * s.head_dim),
-             cache->nb[1], n };
+cached_rows rows_of(const ggml_tensor * cache, int64_t slot, int64_t n) {
+    return { cache->type, static_cast<const char *>(cache->data) + size_t(slot) * cache->nb[1], cache->nb[1], n };
 }
 
-// The cache is read in pieces of a few hundred bytes, too short for the processor to see what comes next: while a row is
-// worked on, one of those that follow is asked for.
-void ask_for(const cached_rows & next, int64_t i, size_t n_bytes) {
-    for (size_t b = 0; i < next.n && b < n_bytes; b += 64) {
-        __builtin_prefetch(next.at + size_t(i) * next.stride + b);
-    }
+// The address only: nothing there is read.
+void ask_for(const void * row, size_t stride, size_t offset) {
+    __builtin_prefetch(static_cast<const char *>(row) + rows_ahead * stride + offset);
 }
 
-void convert(const shape & s, const cached_rows & from, const cached_rows & next, float * to) {
+void convert(const shape & s, const cached_rows & from, float * to) {
     const ggml_to_float_t to_float = ggml_get_type_traits(from.type)->to_float;
     const size_t          n_bytes  = ggml_row_size(from.type, s.head_dim);
     for (int64_t i = 0; i < from.n; i++, to += s.width) {
         const char * row = from.at + size_t(i) * from.stride;
-        ask_for(next, i, n_bytes);
+        for (size_t b = 0; b < n_bytes; b += 64) {
+            ask_for(row, from.stride, b);
+        }
         if (from.type == GGML_TYPE_F16) {
             ggml_cpu_fp16_to_fp32(reinterpret_cast<const ggml_fp16_t *>(row), to, s.head_dim);
         } else if (to_float) {
@@ -177,222 +210,296 @@ void convert(const shape & s, const cached_rows & from, const cached_rows & next
     }
 }
 
-// Keys as they lie in the cache, or converted.
-template <typename number> struct key_rows {
+// Rows as they lie in the cache, or converted.
+template <typename number> struct number_rows {
     const number * at;
     int64_t        stride;
     int64_t        n;
 
-    const number * row(int64_t i) const { return at + std::min(i, n - 1) * stride; }
+    number_rows from(int64_t i) const { return { at + i * stride, stride, n - i }; }
 };
 
-// scores[r][i] = q[r] . keys[i], eight products at a time: n_rows query rows share each key, and eight sums in flight
-// keep the multipliers busy.
-template <int n_rows, typename number>
-void score(const shape & s, const float * q, const key_rows<number> & keys, const cached_rows & next, float * scores) {
-    constexpr int n_keys  = lanes / n_rows;
-    const size_t  n_bytes = ggml_row_size(next.type, s.head_dim);
-    for (int64_t i = 0; i < keys.n; i += n_keys) {
-        const number * row[n_keys];
-        for (int k = 0; k < n_keys; k++) {
-            ask_for(next, i + k, n_bytes);
-            row[k] = keys.row(i + k);
+// n_rows query rows and as many rows of the cache as make eight products with them: eight sums keep the multipliers busy.
+template <int n_rows, typename number> struct few {
+    static constexpr int64_t n = lanes / n_rows;
+
+    explicit few(const number_rows<number> & from) : n_bytes(size_t(from.stride) * sizeof(number)) {
+        for (int64_t i = 0; i < n; i++) {
+            row[i] = from.at + std::min(i, from.n - 1) * from.stride;
         }
-        floats acc[lanes] = {};
-        for (int64_t d = 0; d < s.width; d += lanes) {
-            for (int k = 0; k < n_keys; k++) {
-                const floats key = load(row[k] + d);
+    }
+
+    // Asks for the same numbers of rows behind, where these are in the cache.
+    void ask(int64_t d) const {
+        for (int64_t i = 0; i < n && sizeof(number) == sizeof(ggml_fp16_t); i++) {
+            ask_for(row[i], n_bytes, size_t(d) * sizeof(number));
+        }
+    }
+
+    const number * row[n];
+    size_t         n_bytes;  // from one to the next
+};
+
+// scores[i][r] = q[r] . keys[i]
+template <int n_rows, typename number>
+void score(const shape & s, const float * q, const number_rows<number> & keys, float * scores) {
+    using some          = few<n_rows, number>;
+    const int64_t width = s.width;
+    for (int64_t i = 0; i < keys.n; i += some::n) {
+        const some here(keys.from(i));
+        floats     acc[lanes] = {};
+        for (int64_t line = 0; line < width; line += line_numbers) {
+            here.ask(line);
+#pragma GCC unroll 4
+            for (int64_t d = line; d < line + line_numbers; d += lanes) {
+                floats key[some::n];
+                for (int64_t k = 0; k < some::n; k++) {
+                    key[k] = load(here.row[k] + d);
+                }
                 for (int r = 0; r < n_rows; r++) {
-                    acc[r * n_keys + k] += load(q + r * s.width + d) * key;
+                    const floats query = load(q + r * width + d);
+                    for (int64_t k = 0; k < some::n; k++) {
+                        acc[k * n_rows + r] += query * key[k];
+                    }
                 }
             }
         }
         const floats products = sums(acc);
-        for (int r = 0; r < n_rows; r++) {
-            std::memcpy(scores + r * tile + i, reinterpret_cast<const float *>(&products) + r * n_keys,
-                        n_keys * sizeof(float));
+        for (int64_t k = 0; k < some::n; k++) {
+            std::memcpy(scores + (i + k) * s.n_columns, reinterpret_cast<const float *>(&products) + k * n_rows,
+                        n_rows * sizeof(float));
         }
     }
 }
 
-template <typename number>
-void score_rows(const shape & s, const head_state & h, int64_t n_rows, const key_rows<number> & keys,
-                const cached_rows & next) {
-    int64_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) {
-        score<4>(s, h.q + r * s.width, keys, next, h.scores + r * tile);
-    }
-    for (; r + 2 <= n_rows; r += 2) {
-        score<2>(s, h.q + r * s.width, keys, next, h.scores + r * tile);
-    }
-    for (; r < n_rows; r++) {
-        score<1>(s, h.q + r * s.width, keys, next, h.scores + r * tile);
-    }
-}
-
-// Halves that are read once are converted there, where the processor can.
-void score_all(const shape & s, const head_state & h, int64_t n_rows, const cached_rows & keys,
-               const cached_rows & next, float * rows) {
-#if defined(__F16C__)
-    if (keys.type == GGML_TYPE_F16 && s.width == s.head_dim && n_rows <= 4 && n_rows != 3) {
-        const int64_t stride = int64_t(keys.stride / sizeof(ggml_fp16_t));
-        score_rows<ggml_fp16_t>(s, h, n_rows, { reinterpret_cast<const ggml_fp16_t *>(keys.at), stride, keys.n }, next);
-        return;
-    }
-#endif
-    convert(s, keys, next, rows);
-    score_rows<float>(s, h, n_rows, { rows, s.width, keys.n }, { next.type, nullptr, 0, 0 });
-}
-
-// Turns a tile's scores into weights and rescales what was summed before, when a larger score turned up.
-void soften(const shape & s, const head_state & h, int64_t r, int64_t n_seen) {
-    float * scores = h.scores + r * tile;
-    std::fill(scores + n_seen, scores + tile, -INFINITY);
-
-    float most = h.most[r];
-    for (int64_t i = 0; i < n_seen; i++) {
-        most = std::max(most, scores[i]);
-    }
-    if (most > h.most[r]) {
-        const float shrink  = std::exp(h.most[r] - most);
-        h.total[r]         *= shrink;
-        for (int64_t d = 0; d < s.width; d += lanes) {
-            store(h.out + r * s.width + d, load(h.out + r * s.width + d) * shrink);
-        }
-        h.most[r] = most;
-    }
-    floats total = {};
-    for (int64_t i = 0; i < tile; i += lanes) {
-        const floats x = load(scores + i);
-        const floats w = x == -INFINITY ? floats{} : exp_negative(x - most);
-        store(scores + i, w);
-        total += w;
-    }
-    h.total[r] += sum(total);
-}
-
-// out[r] += sum over i of scores[r][i] * values[i]; n_rows query rows share each value.
-template <int n_rows> void gather(const shape & s, const float * scores, const float * values, int64_t n, float * out) {
-    for (int64_t d = 0; d < s.width; d += n_vectors * lanes) {
-        floats acc[n_rows][n_vectors];
-        for (int r = 0; r < n_rows; r++) {
-            for (int64_t j = 0; j < n_vectors; j++) {
-                acc[r][j] = load(out + r * s.width + d + j * lanes);
+// out[r] += sum over i of scores[i][r] * values[i]
+template <int n_rows, typename number>
+void gather(const shape & s, float * out, const number_rows<number> & values, const float * scores) {
+    using some          = few<n_rows, number>;
+    const int64_t width = s.width;
+    for (int64_t i = 0; i < values.n; i += some::n) {
+        const some here(values.from(i));
+        floats     weight[n_rows][some::n];
+        for (int64_t k = 0; k < some::n; k++) {
+            for (int r = 0; r < n_rows; r++) {
+                weight[r][k] = floats{} + (i + k < values.n ? scores[(i + k) * s.n_columns + r] : 0.0f);
             }
         }
-        for (int64_t i = 0; i < n; i++) {
-            for (int64_t j = 0; j < n_vectors; j++) {
-                const floats value = load(values + i * s.width + d + j * lanes);
+        for (int64_t line = 0; line < width; line += line_numbers) {
+            here.ask(line);
+#pragma GCC unroll 4
+            for (int64_t d = line; d < line + line_numbers; d += lanes) {
+                floats value[some::n];
+                for (int64_t k = 0; k < some::n; k++) {
+                    value[k] = load(here.row[k] + d);
+                }
                 for (int r = 0; r < n_rows; r++) {
-                    acc[r][j] += scores[r * tile + i] * value;
+                    floats sum = load(out + r * width + d);
+                    for (int64_t k = 0; k < some::n; k++) {
+                        sum += weight[r][k] * value[k];
+                    }
+                    store(out + r * width + d, sum);
                 }
             }
         }
-        for (int r = 0; r < n_rows; r++) {
-            for (int64_t j = 0; j < n_vectors; j++) {
-                store(out + r * s.width + d + j * lanes, acc[r][j]);
-            }
-        }
     }
 }
 
-void gather_all(const shape & s, const head_state & h, int64_t n_rows, const float * values, int64_t n) {
+enum class cached { keys, values };
+
+// For the n_rows query rows of one KV head: what is multiplied by keys, or what values are added to.
+template <cached what, int n_rows, typename number>
+void multiply(const shape & s, float * queries, const number_rows<number> & rows, float * scores) {
+    if constexpr (what == cached::keys) {
+        score<n_rows>(s, queries, rows, scores);
+    } else {
+        gather<n_rows>(s, queries, rows, scores);
+    }
+}
+
+template <cached what, typename number>
+void multiply_head(const shape & s, float * queries, int64_t n_rows, const number_rows<number> & rows, float * scores) {
     int64_t r = 0;
     for (; r + 4 <= n_rows; r += 4) {
-        gather<4>(s, h.scores + r * tile, values, n, h.out + r * s.width);
+        multiply<what, 4>(s, queries + r * s.width, rows, scores + r);
     }
     for (; r + 2 <= n_rows; r += 2) {
-        gather<2>(s, h.scores + r * tile, values, n, h.out + r * s.width);
+        multiply<what, 2>(s, queries + r * s.width, rows, scores + r);
     }
     for (; r < n_rows; r++) {
-        gather<1>(s, h.scores + r * tile, values, n, h.out + r * s.width);
+        multiply<what, 1>(s, queries + r * s.width, rows, scores + r);
     }
 }
 
-// One walk along the cache, in the order in which it lies: n_tokens positions from t0 on of KV heads [head0, head1).
-struct walk {
+// For those of all heads.
+template <cached what>
+void multiply_all(const shape & s, float * queries, int64_t n_rows, const cached_rows & from, const room & own) {
+#if defined(__F16C__)
+    if (from.type == GGML_TYPE_F16 && s.width == s.head_dim && n_rows <= few_rows && n_rows != 3) {
+        const int64_t stride = int64_t(from.stride / sizeof(ggml_fp16_t));
+        const int64_t n      = lanes / n_rows;
+        for (int64_t i = 0; i < from.n; i += n) {
+            for (int64_t head = 0; head < s.n_head_kv; head++) {
+                const auto * at = reinterpret_cast<const ggml_fp16_t *>(from.at) + i * stride + head * s.head_dim;
+                multiply_head<what, ggml_fp16_t>(s, queries + head * n_rows * s.width, n_rows,
+                                                 { at, stride, std::min(n, from.n - i) },
+                                                 own.scores + i * s.n_columns + head * n_rows);
+            }
+        }
+        return;
+    }
+#endif
+    for (int64_t head = 0; head < s.n_head_kv; head++) {
+        convert(s, from.of(s, head), own.rows);
+        multiply_head<what, float>(s, queries + head * n_rows * s.width, n_rows, { own.rows, s.width, from.n },
+                                   own.scores + head * n_rows);
+    }
+}
+
+// Turns a tile's scores into weights, and shrinks what was summed before where a larger score turned up.
+void soften(const shape & s, const partial & p, int64_t n, float * scores) {
+    for (int64_t c = 0; c < s.n_columns; c += lanes) {
+        const floats before = load(p.most + c);
+        floats       most   = before;
+        for (int64_t i = 0; i < n; i++) {
+            const floats x = load(scores + i * s.n_columns + c);
+            most           = x > most ? x : most;
+        }
+        floats       total  = load(p.total + c);
+        const floats shrink = exp_negative(before - most);
+        for (int64_t l = 0; l < lanes; l++) {
+            if (most[l] > before[l]) {
+                float * out  = p.out + (c + l) * s.width;
+                total[l]    *= shrink[l];
+                for (int64_t d = 0; d < s.width; d += lanes) {
+                    store(out + d, load(out + d) * shrink[l]);
+                }
+            }
+        }
+        for (int64_t i = 0; i < n; i++) {
+            float * const at = scores + i * s.n_columns + c;
+            const floats  x  = load(at);
+            const floats  w  = x == -INFINITY ? floats{} : exp_negative(x - most);
+            store(at, w);
+            total += w;
+        }
+        store(p.most + c, most);
+        store(p.total + c, total);
+    }
+}
+
+// Positions [t0, t0 + n_tokens): they read the cache together.
+struct block {
     int64_t t0;
     int64_t n_tokens;
-    int64_t head0;
-    int64_t head1;
+    int64_t n_rows;  // query rows of a KV head
+
+    block(const shape & s, int64_t i)
+        : t0(i * s.block_tokens), n_tokens(std::min(s.block_tokens, s.n_tokens - t0)), n_rows(n_tokens * s.n_repeat) {}
+
+    int64_t column(const shape & s, int64_t t, int64_t head) const {
+        return head / s.n_repeat * n_rows + (t - t0) * s.n_repeat + head % s.n_repeat;
+    }
 };
 
-void attend(const shape & s, ggml_tensor * dst, const walk & w, float * scratch) {
-    const ggml_tensor * q         = dst->src[0];
-    const ggml_tensor * k         = dst->src[1];
-    const ggml_tensor * v         = dst->src[2];
-    const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data) + w.t0;
-    const int64_t       n_rows    = w.n_tokens * s.n_repeat;
-    const float         scale     = 1.0f / std::sqrt(float(s.head_dim));
-    float *             rows      = scratch + s.n_head_kv * s.per_head();
-
-    if (s.width != s.head_dim) {
-        std::fill_n(rows, tile * s.width, 0.0f);
-    }
-    for (int64_t head = w.head0; head < w.head1; head++) {
-        const head_state h = state_at(s, scratch, head);
-        std::fill_n(h.q, 2 * s.rows() * s.width, 0.0f);
-        std::fill_n(h.most, s.rows(), -INFINITY);
-        std::fill_n(h.total, s.rows(), 0.0f);
-        for (int64_t r = 0; r < n_rows; r++) {
-            const int64_t t  = w.t0 + r / s.n_repeat;
-            const int64_t qh = head * s.n_repeat + r % s.n_repeat;
-            const float * from =
-                reinterpret_cast<const float *>(static_cast<const char *>(q->data) + t * q->nb[2] + qh * q->nb[1]);
-            for (int64_t d = 0; d < s.head_dim; d++) {
-                h.q[r * s.width + d] = from[d] * scale;
-            }
-        }
-    }
-
-    const int64_t n_kv = positions[w.n_tokens - 1] + 1;
-    for (int64_t slot = 0; slot < n_kv; slot += tile) {
-        const int64_t n = std::min(tile, n_kv - slot);
-        for (int64_t head = w.head0; head < w.head1; head++) {
-            const head_state  h      = state_at(s, scratch, head);
-            const cached_rows keys   = rows_of(s, k, head, slot, n);
-            const cached_rows values = rows_of(s, v, head, slot, n);
-            const cached_rows next   = head + 1 < w.head1 ? rows_of(s, k, head + 1, slot, n)
-                                                          : rows_of(s, k, w.head0, slot + tile, n_kv - slot - tile);
-            score_all(s, h, n_rows, keys, values, rows);
-            for (int64_t r = 0; r < n_rows; r++) {
-                const int64_t n_seen = positions[r / s.n_repeat] + 1 - slot;
-                soften(s, h, r, std::clamp<int64_t>(n_seen, 0, n));
-            }
-            convert(s, values, next, rows);
-            gather_all(s, h, n_rows, rows, n);
-        }
-    }
-
-    float * out = static_cast<float *>(dst->data) + w.t0 * s.n_head * s.head_dim;
-    for (int64_t head = w.head0; head < w.head1; head++) {
-        const head_state h = state_at(s, scratch, head);
-        for (int64_t r = 0; r < n_rows; r++) {
-            const int64_t qh = head * s.n_repeat + r % s.n_repeat;
-            float *       to = out + ((r / s.n_repeat) * s.n_head + qh) * s.head_dim;
-            for (int64_t d = 0; d < s.head_dim; d++) {
-                to[d] = h.out[r * s.width + d] / h.total[r];
+void scale(const shape & s, const ggml_tensor * q, const block & b, float * to) {
+    const float factor = 1.0f / std::sqrt(float(s.head_dim));
+    for (int64_t t = b.t0; t < b.t0 + b.n_tokens; t++) {
+        for (int64_t head = 0; head < s.n_head; head++) {
+            const char *  at   = static_cast<const char *>(q->data) + size_t(t) * q->nb[2] + size_t(head) * q->nb[1];
+            const float * from = reinterpret_cast<const float *>(at);
+            float *       row  = to + b.column(s, t, head) * s.width;
+            for (int64_t d = 0; d < s.width; d++) {
+                row[d] = d < s.head_dim ? from[d] * factor : 0.0f;
             }
         }
     }
 }
 
-// One thread's part: a run of (block of positions, KV head) pairs.
-void run(ggml_tensor * dst, int ith, int nth, void *) {
-    const shape   s        = shape_of(dst->src[0], dst->src[1]);
-    const int64_t n_blocks = (s.n_tokens + s.block_tokens - 1) / s.block_tokens;
-    const int64_t n_units  = n_blocks * s.n_head_kv;
-    const int64_t begin    = n_units * ith / nth;
-    const int64_t end      = n_units * (ith + 1) / nth;
-    float *       scratch  = static_cast<float *>(dst->data) + s.n_head * s.head_dim * s.n_tokens + ith * s.scratch();
+// A position does not see those behind it.
+void hide(const shape & s, const block & b, const int32_t * positions, int64_t slot, int64_t n, float * scores) {
+    for (int64_t t = b.t0; t < b.t0 + b.n_tokens; t++) {
+        for (int64_t i = std::max<int64_t>(0, positions[t] + 1 - slot); i < n; i++) {
+            for (int64_t head = 0; head < s.n_head; head++) {
+                scores[i * s.n_columns + b.column(s, t, head)] = -INFINITY;
+            }
+        }
+    }
+}
 
-    for (int64_t unit = begin; unit < end;) {
-        const int64_t block = unit / s.n_head_kv;
-        const int64_t next  = std::min(end, (block + 1) * s.n_head_kv);
-        const int64_t t0    = block * s.block_tokens;
-        const int64_t n     = std::min(s.block_tokens, s.n_tokens - t0);
-        attend(s, dst, { t0, n, unit % s.n_head_kv, next - block * s.n_head_kv }, scratch);
-        unit = next;
+int64_t n_cached(const shape & s, const ggml_tensor * positions) {
+    return static_cast<const int32_t *>(positions->data)[s.n_tokens - 1] + 1;
+}
+
+// One walk along a piece of the cache, in the order in which it lies.
+void attend(const shape & s, const ggml_tensor * dst, const block & b, int64_t piece, const room & own,
+            const partial & to) {
+    const ggml_tensor * k         = dst->src[1];
+    const ggml_tensor * v         = dst->src[2];
+    const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data);
+
+    std::fill_n(own.scores, tile * s.n_columns, 0.0f);
+    std::fill_n(own.rows, tile * s.width, 0.0f);
+    std::fill_n(to.out, s.n_columns * s.width, 0.0f);
+    std::fill_n(to.most, s.n_columns, -INFINITY);
+    std::fill_n(to.total, s.n_columns, 0.0f);
+    scale(s, dst->src[0], b, own.q);
+
+    const int64_t n_kv    = n_cached(s, dst->src[3]);
+    const int64_t n_eight = (n_kv + lanes - 1) / lanes;
+    const int64_t n       = n_pieces(s, n_kv);
+    const int64_t begin   = n_eight * piece / n * lanes;
+    const int64_t end     = std::min<int64_t>(n_eight * (piece + 1) / n * lanes, positions[b.t0 + b.n_tokens - 1] + 1);
+    for (int64_t slot = begin; slot < end; slot += tile) {
+        const int64_t n_slots = std::min(tile, end - slot);
+        multiply_all<cached::keys>(s, own.q, b.n_rows, rows_of(k, slot, n_slots), own);
+        hide(s, b, positions, slot, n_slots, own.scores);
+        soften(s, to, n_slots, own.scores);
+        multiply_all<cached::values>(s, to.out, b.n_rows, rows_of(v, slot, n_slots), own);
+    }
+}
+
+// A thread's part of all pieces of all blocks.
+void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
+    const shape   s   = shape_of(dst->src[0], dst->src[1]);
+    const int64_t n   = n_pieces(s, n_cached(s, dst->src[3]));
+    float *       all = static_cast<float *>(dst->data);
+    const room    own = room_at(s, all + n_partials(s) * s.partial_size() + ith * s.scratch());
+    for (int64_t i = s.n_blocks() * n * ith / nth; i < s.n_blocks() * n * (ith + 1) / nth; i++) {
+        attend(s, dst, block(s, i / n), i % n, own, partial_at(s, all, i / n, i % n));
+    }
+}
+
+// And of all heads of all positions.
+void run_joined(ggml_tensor * dst, int ith, int nth, void *) {
+    const shape   s      = shape_of(dst->src[1], dst->src[2]);
+    const int64_t n      = n_pieces(s, n_cached(s, dst->src[3]));
+    const int64_t n_rows = s.n_tokens * s.n_head;
+    for (int64_t i = n_rows * ith / nth; i < n_rows * (ith + 1) / nth; i++) {
+        const int64_t t      = i / s.n_head;
+        const int64_t b      = t / s.block_tokens;
+        const int64_t column = block(s, b).column(s, t, i % s.n_head);
+        const auto    piece  = [&](int64_t p) {
+            return partial_at(s, static_cast<float *>(dst->src[0]->data), b, p);
+        };
+        float most = -INFINITY;
+        for (int64_t p = 0; p < n; p++) {
+            most = std::max(most, piece(p).most[column]);
+        }
+        float share[most_pieces];
+        float total = 0.0f;
+        for (int64_t p = 0; p < n; p++) {
+            share[p]  = std::exp(piece(p).most[column] - most);
+            total    += share[p] * piece(p).total[column];
+        }
+        float * to = static_cast<float *>(dst->data) + i * s.head_dim;
+        std::fill_n(to, s.head_dim, 0.0f);
+        for (int64_t p = 0; p < n; p++) {
+            const float * from = piece(p).out + column * s.width;
+            for (int64_t d = 0; d < s.head_dim; d++) {
+                to[d] += share[p] / total * from[d];
+            }
+        }
     }
 }
 
@@ -400,14 +507,13 @@ void run(ggml_tensor * dst, int ith, int nth, void *) {
 
 ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const kv & stored, ggml_tensor * positions,
                             int n_threads) {
-    const shape   s      = shape_of(q, stored.k);
-    const int64_t n_out  = s.n_head * s.head_dim * s.n_tokens;
-    ggml_tensor * args[] = { q, stored.k, stored.v, positions };
-
-    // Each thread's scratch lies behind the result: memory that the graph's allocator plans like any other.
-    ggml_tensor * all =
-        ggml_custom_4d(ctx, GGML_TYPE_F32, n_out + n_threads * s.scratch(), 1, 1, 1, args, 4, run, n_threads, nullptr);
-    return ggml_view_2d(ctx, all, s.n_head * s.head_dim, s.n_tokens, size_t(s.n_head * s.head_dim) * sizeof(float), 0);
+    const shape   s       = shape_of(q, stored.k);
+    const int64_t n_all   = n_partials(s) * s.partial_size() + n_threads * s.scratch();
+    ggml_tensor * from[]  = { q, stored.k, stored.v, positions };
+    ggml_tensor * pieces  = ggml_custom_4d(ctx, GGML_TYPE_F32, n_all, 1, 1, 1, from, 4, run_pieces, n_threads, nullptr);
+    ggml_tensor * parts[] = { pieces, q, stored.k, positions };
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, s.n_head * s.head_dim, s.n_tokens, 1, 1, parts, 4, run_joined, n_threads,
+                          nullptr);
 }
 
 }  // namespace slowar

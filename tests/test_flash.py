@@ -154,8 +154,9 @@ def test_the_step_graph_is_the_same_at_every_position(tiny: slowar.Model) -> Non
         first = session.graph(1, 0)
         assert session.graph(1, 511) == first
         ops = Counter(node.op for node in first)
-    # Per layer: one node of ours; K and V stored by one node each; nothing joined or repeated.
-    assert ops["CUSTOM"] == TINY.n_layer
+    # Per layer: two nodes of ours, pieces of the cache and their sum; K and V stored by one node
+    # each; nothing joined or repeated.
+    assert ops["CUSTOM"] == 2 * TINY.n_layer
     assert ops["SET_ROWS"] == 2 * TINY.n_layer
     assert not {"CONCAT", "REPEAT", "DIAG_MASK_INF", "SOFT_MAX"} & set(ops)
     # qkv, wo, w1, w3, w2 of each layer, and the head.
