@@ -117,6 +117,21 @@ def test_results_do_not_depend_on_the_cut(tiny: slowar.Model, chunk: int) -> Non
         assert error(session.prefill(tokens, chunk=chunk), whole) <= 1e-6
 
 
+@pytest.mark.parametrize("past", [15, 16, 127, 255, 256, 511, 512, 1023])
+def test_the_pieces_of_a_cache_add_up(tiny: slowar.Model, past: int) -> None:
+    """Around the pasts where a step cuts its cache into more pieces; ggml's kernel adds up in another
+    order, 1.4e-6 from this one at most."""
+    tokens = random_tokens(TINY, past + 5, seed=6)
+    with (
+        tiny.session(1040, kv_type="f32", attention="ggml") as session,
+        tiny.session(1040, kv_type="f32", attention="flash") as found,
+    ):
+        whole = session.prefill(tokens)
+        found.prefill(tokens[:, :past])
+        found.prefill(tokens[:, past:-1])
+        assert error(found.step(tokens[:, -1]), whole) <= 3e-6
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_the_cut_moves_only_edges_of_an_f16_cache(tiny: slowar.Model, chunk: int) -> None:
     """The same 5e-7 can push a key over the edge between two halves: seen 1.7e-5."""
