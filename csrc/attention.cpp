@@ -23,8 +23,9 @@ constexpr int64_t lanes = 8;
 // Halves in a line of the processor's cache: so many are worked on between two requests to memory.
 constexpr int64_t line_numbers = 32;
 
-// Query rows that share a row of the cache once it is converted, at least the heads of one KV head.
-constexpr int64_t block_rows = 16;
+// Query rows that share a row of the cache once it is converted, at least the heads of one KV head. With more of them
+// what they sum would leave the second-level cache.
+constexpr int64_t block_rows = 64;
 
 // With so few query rows the rows of an F16 cache are converted where they are read.
 constexpr int64_t few_rows = 4;
@@ -188,17 +189,18 @@ cached_rows rows_of(const ggml_tensor * cache, int64_t slot, int64_t n) {
 }
 
 // The address only: nothing there is read.
-void ask_for(const void * row, size_t stride, size_t offset) {
-    __builtin_prefetch(static_cast<const char *>(row) + rows_ahead * stride + offset);
+void ask_for(const void * row, ptrdiff_t offset) {
+    __builtin_prefetch(static_cast<const char *>(row) + offset);
 }
 
-void convert(const shape & s, const cached_rows & from, float * to) {
+// Meanwhile memory is asked for what lies so far behind each row.
+void convert(const shape & s, const cached_rows & from, ptrdiff_t ahead, float * to) {
     const ggml_to_float_t to_float = ggml_get_type_traits(from.type)->to_float;
     const size_t          n_bytes  = ggml_row_size(from.type, s.head_dim);
     for (int64_t i = 0; i < from.n; i++, to += s.width) {
         const char * row = from.at + size_t(i) * from.stride;
         for (size_t b = 0; b < n_bytes; b += 64) {
-            ask_for(row, from.stride, b);
+            ask_for(row, ahead + ptrdiff_t(b));
         }
         if (from.type == GGML_TYPE_F16) {
             ggml_cpu_fp16_to_fp32(reinterpret_cast<const ggml_fp16_t *>(row), to, s.head_dim);
@@ -223,7 +225,7 @@ template <typename number> struct number_rows {
 template <int n_rows, typename number> struct few {
     static constexpr int64_t n = lanes / n_rows;
 
-    explicit few(const number_rows<number> & from) : n_bytes(size_t(from.stride) * sizeof(number)) {
+    explicit few(const number_rows<number> & from) : stride(from.stride * ptrdiff_t(sizeof(number))) {
         for (int64_t i = 0; i < n; i++) {
             row[i] = from.at + std::min(i, from.n - 1) * from.stride;
         }
@@ -232,12 +234,12 @@ template <int n_rows, typename number> struct few {
     // Asks for the same numbers of rows behind, where these are in the cache.
     void ask(int64_t d) const {
         for (int64_t i = 0; i < n && sizeof(number) == sizeof(ggml_fp16_t); i++) {
-            ask_for(row[i], n_bytes, size_t(d) * sizeof(number));
+            ask_for(row[i], rows_ahead * stride + d * ptrdiff_t(sizeof(number)));
         }
     }
 
     const number * row[n];
-    size_t         n_bytes;  // from one to the next
+    ptrdiff_t      stride;  // in bytes
 };
 
 // scores[i][r] = q[r] . keys[i]
@@ -350,7 +352,9 @@ void multiply_all(const shape & s, float * queries, int64_t n_rows, const cached
     }
 #endif
     for (int64_t head = 0; head < s.n_head_kv; head++) {
-        convert(s, from.of(s, head), own.rows);
+        const bool is_last = head + 1 == s.n_head_kv;
+        const auto n_bytes = ptrdiff_t(ggml_row_size(from.type, s.head_dim));
+        convert(s, from.of(s, head), is_last ? tile * ptrdiff_t(from.stride) - head * n_bytes : n_bytes, own.rows);
         multiply_head<what, float>(s, queries + head * n_rows * s.width, n_rows, { own.rows, s.width, from.n },
                                    own.scores + head * n_rows);
     }
@@ -465,7 +469,7 @@ void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
     const int64_t n   = n_pieces(s, n_cached(s, dst->src[3]));
     float *       all = static_cast<float *>(dst->data);
     const room    own = room_at(s, all + n_partials(s) * s.partial_size() + ith * s.scratch());
-    for (int64_t i = s.n_blocks() * n * ith / nth; i < s.n_blocks() * n * (ith + 1) / nth; i++) {
+    for (int64_t i = ith; i < s.n_blocks() * n; i += nth) {
         attend(s, dst, block(s, i / n), i % n, own, partial_at(s, all, i / n, i % n));
     }
 }

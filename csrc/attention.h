@@ -1,18 +1,14 @@
-// Attention of a few positions over a KV cache, on the CPU, as one node of a graph.
+// Attention over a KV cache, on the CPU, as two nodes of a graph: pieces of the cache, which threads share, and their sum.
 //
 // ggml's flash attention sums the values of an F16 cache in F16 and converts every cached row once for each query head
-// that reads it. Here a row is converted once for all the heads that share it and everything is summed in float32. How
-// far the cache is filled is read from the positions when the node runs, so one graph serves every position and a step
-// costs what is used.
+// that reads it. Here a row is converted once for all the heads that share it, and for several positions, and everything
+// is summed in float32. How far the cache is filled is read from the positions when the nodes run, so one graph serves
+// every position and a step costs what is used.
 #pragma once
 
 #include "kv_cache.h"
 
 namespace slowar {
-
-// Below this many positions the node is the faster one and the only one that sums as a longer batch does;
-// from here on ggml's tiled kernel (GGML_FA_TILE_Q rows at a time) takes over, which also sums in float32.
-constexpr int cpu_attention_limit = 64;
 
 // q          F32 [head_dim, n_head, n_tokens]
 // stored     a layer's cache, any type with rows ggml can convert: [head_dim*n_head_kv, n_slots]

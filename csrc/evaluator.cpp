@@ -305,17 +305,10 @@ graph_shape evaluator::shape_of(const std::vector<task> & tasks, output out) con
         s.cache_id  = t.cache->id();
         s.attention = t.attention;
         s.n_tokens  = t.n_tokens;
-
-        const int32_t n_kv = t.n_past + t.n_tokens;
-        // ggml's tiled kernel takes these two types only; with others it would sum in another order, and round.
-        const bool tiled = t.cache->type() == GGML_TYPE_F16 || t.cache->type() == GGML_TYPE_F32;
-        s.is_tiled       = t.attention == attention_path::cpu && tiled && t.n_tokens >= cpu_attention_limit;
         if (t.attention == attention_path::reference) {
             s.n_past = t.n_past;
         } else if (t.attention == attention_path::flash || w_->first_device() >= 0) {
-            s.n_kv = std::min(GGML_PAD(n_kv, kv_block), t.cache->n_slots());
-        } else if (s.is_tiled) {
-            s.n_kv = n_kv;
+            s.n_kv = std::min(GGML_PAD(t.n_past + t.n_tokens, kv_block), t.cache->n_slots());
         }
         shape.segments.push_back(s);
     }

@@ -230,7 +230,7 @@ class builder {
     ggml_tensor * attend_flash(const queries & from, const kv & stored, size_t i, int il) {
         const segment & s = shape.segments[i];
         const int64_t   n = from.q->ne[2];
-        if (s.attention == attention_path::cpu && s.cache->is_on_cpu(il) && !(s.is_tiled && n >= cpu_attention_limit)) {
+        if (s.attention == attention_path::cpu && s.cache->is_on_cpu(il)) {
             return cpu_attention(ctx, from.q, stored, from.positions, with.n_threads);
         }
         ggml_tensor * mask = part(out.in.masks[i], 1, int(s.n_tokens - n), n);

@@ -12,8 +12,8 @@ namespace slowar {
 enum class attention_path {
     reference,  // the documented one: cast and concatenate the past, repeat the heads, mask, softmax
     flash,      // store first, then ggml's flash attention over the cache in place
-    cpu,        // so too, but in layers whose cache is beside the CPU by our own node (attention.h) where it is better
-                // and, where nothing is on a device, with our own products (matmul.h); packed matrices always have them
+    cpu,  // so too, but in layers whose cache is beside the CPU by nodes of our own (attention.h) and, where nothing
+          // is on a device, with our own products (matmul.h); packed matrices always have them
 };
 
 // What leaves the graph, each with all before it.
@@ -25,13 +25,12 @@ struct segment {
     uint64_t         cache_id  = 0;  // a cache that is gone may have left its address to another
     attention_path   attention = attention_path::reference;
     int              n_tokens  = 0;
-    int              n_past    = 0;      // reference: where the batch goes; else 0, the slots are an input
-    int              n_kv      = 0;      // slots that ggml's flash attention looks at; 0: it is not used
-    bool             is_tiled  = false;  // cpu: the positions are so many that ggml's kernel is the better one
+    int              n_past    = 0;  // reference: where the batch goes; else 0, the slots are an input
+    int              n_kv      = 0;  // slots that ggml's flash attention looks at; 0: it is not used
 
     bool operator==(const segment & o) const {
         return cache_id == o.cache_id && attention == o.attention && n_tokens == o.n_tokens && n_past == o.n_past &&
-               n_kv == o.n_kv && is_tiled == o.is_tiled;
+               n_kv == o.n_kv;
     }
 };
 

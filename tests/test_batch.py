@@ -189,7 +189,7 @@ def test_the_most_sessions(small: Model) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_prompt_beside_steps(small: Model, attention: str) -> None:
-    """Short and long: ggml's tiled kernel begins at 64 positions."""
+    """Short and long: ggml's own attention has a tiled kernel for 64 positions and more."""
     group = members(small, 5, "f32", attention)
     for length in (2, 63, 64):
         prompts = [make_prompt(SMALL, 1, seed=length + i) for i in range(5)]
