@@ -23,12 +23,9 @@ constexpr int64_t lanes = 8;
 // Halves in a line of the processor's cache: so many are worked on between two requests to memory.
 constexpr int64_t line_numbers = 32;
 
-// Query rows that share a row of the cache once it is converted, at least the heads of one KV head. With more of them
-// what they sum would leave the second-level cache.
-constexpr int64_t block_rows = 64;
-
-// With so few query rows the rows of an F16 cache are converted where they are read.
-constexpr int64_t few_rows = 4;
+// Query rows that share a row of the cache once it is converted: 64 of each KV head for S2 Pro. With more of them what
+// they sum would leave the second-level cache.
+constexpr int64_t block_columns = 512;
 
 // Cached rows whose keys and then whose values are read in one go.
 constexpr int64_t tile = 32;
@@ -114,8 +111,11 @@ struct shape {
 
     int64_t n_blocks() const { return (n_tokens + block_tokens - 1) / block_tokens; }
 
-    // Of the cache: with fewer blocks more of them, for there is something to do for each thread.
-    int64_t max_pieces() const { return std::max<int64_t>(1, most_pieces / n_blocks()); }
+    // Of the cache: the fewer blocks there are, the more pieces do threads need to have something to do.
+    int64_t max_pieces() const { return (most_pieces + n_blocks() - 1) / n_blocks(); }
+
+    // As many as there can be at most for so many blocks or fewer.
+    int64_t n_partials() const { return n_blocks() + most_pieces - 1; }
 
     int64_t partial_size() const { return n_columns * (width + 2); }
 
@@ -130,15 +130,16 @@ shape shape_of(const ggml_tensor * q, const ggml_tensor * k) {
     s.n_head_kv    = k->ne[0] / s.head_dim;
     s.n_tokens     = q->ne[2];
     s.n_repeat     = s.n_head / s.n_head_kv;
-    s.block_tokens = std::min(std::max<int64_t>(block_rows / s.n_repeat, 1), s.n_tokens);
+    s.block_tokens = std::clamp<int64_t>(block_columns / s.n_head, 1, s.n_tokens);
     s.n_columns    = GGML_PAD(s.block_tokens * s.n_head, lanes);
     return s;
 }
 
-// Pieces that a cache of n_kv positions is cut into: not by how many threads there are, on whom no result depends.
+// Pieces that a cache of n_kv positions is cut into: never by how many threads there are, so that no result depends on
+// them.
 int64_t n_pieces(const shape & s, int64_t n_kv) {
     int64_t n = n_kv < 2 * lanes ? 1 : 2;
-    while (n * 128 <= n_kv) {
+    while (n * 64 <= n_kv) {
         n *= 2;
     }
     return std::min(n, s.max_pieces());
@@ -154,10 +155,6 @@ struct partial {
 partial partial_at(const shape & s, float * all, int64_t block, int64_t piece) {
     float * at = all + (piece * s.n_blocks() + block) * s.partial_size();
     return { at, at + s.n_columns * s.width, at + s.n_columns * (s.width + 1) };
-}
-
-int64_t n_partials(const shape & s) {
-    return s.n_blocks() * s.max_pieces();
 }
 
 // A thread's own memory.
@@ -184,8 +181,14 @@ struct cached_rows {
     }
 };
 
-cached_rows rows_of(const ggml_tensor * cache, int64_t slot, int64_t n) {
-    return { cache->type, static_cast<const char *>(cache->data) + size_t(slot) * cache->nb[1], cache->nb[1], n };
+struct slots {
+    int64_t first;
+    int64_t n;
+};
+
+cached_rows rows_of(const ggml_tensor * cache, const slots & of) {
+    const char * first = static_cast<const char *>(cache->data) + size_t(of.first) * cache->nb[1];
+    return { cache->type, first, cache->nb[1], of.n };
 }
 
 // The address only: nothing there is read.
@@ -221,20 +224,20 @@ template <typename number> struct number_rows {
     number_rows from(int64_t i) const { return { at + i * stride, stride, n - i }; }
 };
 
-// n_rows query rows and as many rows of the cache as make eight products with them: eight sums keep the multipliers busy.
-template <int n_rows, typename number> struct few {
+// As many rows of the cache as make eight products with n_rows query rows: eight sums keep the multipliers busy.
+template <int n_rows, typename number> struct group {
     static constexpr int64_t n = lanes / n_rows;
 
-    explicit few(const number_rows<number> & from) : stride(from.stride * ptrdiff_t(sizeof(number))) {
+    explicit group(const number_rows<number> & from) : stride(from.stride * ptrdiff_t(sizeof(number))) {
         for (int64_t i = 0; i < n; i++) {
             row[i] = from.at + std::min(i, from.n - 1) * from.stride;
         }
     }
 
-    // Asks for the same numbers of rows behind, where these are in the cache.
+    // Asks for the same numbers of rows behind, where these lie in the cache.
     void ask(int64_t d) const {
         for (int64_t i = 0; i < n && sizeof(number) == sizeof(ggml_fp16_t); i++) {
-            ask_for(row[i], rows_ahead * stride + d * ptrdiff_t(sizeof(number)));
+            ask_for(row[i], std::max(rows_ahead, n) * stride + d * ptrdiff_t(sizeof(number)));
         }
     }
 
@@ -245,29 +248,29 @@ template <int n_rows, typename number> struct few {
 // scores[i][r] = q[r] . keys[i]
 template <int n_rows, typename number>
 void score(const shape & s, const float * q, const number_rows<number> & keys, float * scores) {
-    using some          = few<n_rows, number>;
+    using rows          = group<n_rows, number>;
     const int64_t width = s.width;
-    for (int64_t i = 0; i < keys.n; i += some::n) {
-        const some here(keys.from(i));
+    for (int64_t i = 0; i < keys.n; i += rows::n) {
+        const rows some(keys.from(i));
         floats     acc[lanes] = {};
         for (int64_t line = 0; line < width; line += line_numbers) {
-            here.ask(line);
+            some.ask(line);
 #pragma GCC unroll 4
             for (int64_t d = line; d < line + line_numbers; d += lanes) {
-                floats key[some::n];
-                for (int64_t k = 0; k < some::n; k++) {
-                    key[k] = load(here.row[k] + d);
+                floats key[rows::n];
+                for (int64_t k = 0; k < rows::n; k++) {
+                    key[k] = load(some.row[k] + d);
                 }
                 for (int r = 0; r < n_rows; r++) {
                     const floats query = load(q + r * width + d);
-                    for (int64_t k = 0; k < some::n; k++) {
+                    for (int64_t k = 0; k < rows::n; k++) {
                         acc[k * n_rows + r] += query * key[k];
                     }
                 }
             }
         }
         const floats products = sums(acc);
-        for (int64_t k = 0; k < some::n; k++) {
+        for (int64_t k = 0; k < rows::n; k++) {
             std::memcpy(scores + (i + k) * s.n_columns, reinterpret_cast<const float *>(&products) + k * n_rows,
                         n_rows * sizeof(float));
         }
@@ -277,27 +280,27 @@ void score(const shape & s, const float * q, const number_rows<number> & keys, f
 // out[r] += sum over i of scores[i][r] * values[i]
 template <int n_rows, typename number>
 void gather(const shape & s, float * out, const number_rows<number> & values, const float * scores) {
-    using some          = few<n_rows, number>;
+    using rows          = group<n_rows, number>;
     const int64_t width = s.width;
-    for (int64_t i = 0; i < values.n; i += some::n) {
-        const some here(values.from(i));
-        floats     weight[n_rows][some::n];
-        for (int64_t k = 0; k < some::n; k++) {
+    for (int64_t i = 0; i < values.n; i += rows::n) {
+        const rows some(values.from(i));
+        floats     weight[n_rows][rows::n];
+        for (int64_t k = 0; k < rows::n; k++) {
             for (int r = 0; r < n_rows; r++) {
                 weight[r][k] = floats{} + (i + k < values.n ? scores[(i + k) * s.n_columns + r] : 0.0f);
             }
         }
         for (int64_t line = 0; line < width; line += line_numbers) {
-            here.ask(line);
+            some.ask(line);
 #pragma GCC unroll 4
             for (int64_t d = line; d < line + line_numbers; d += lanes) {
-                floats value[some::n];
-                for (int64_t k = 0; k < some::n; k++) {
-                    value[k] = load(here.row[k] + d);
+                floats value[rows::n];
+                for (int64_t k = 0; k < rows::n; k++) {
+                    value[k] = load(some.row[k] + d);
                 }
                 for (int r = 0; r < n_rows; r++) {
                     floats sum = load(out + r * width + d);
-                    for (int64_t k = 0; k < some::n; k++) {
+                    for (int64_t k = 0; k < rows::n; k++) {
                         sum += weight[r][k] * value[k];
                     }
                     store(out + r * width + d, sum);
@@ -309,41 +312,46 @@ void gather(const shape & s, float * out, const number_rows<number> & values, co
 
 enum class cached { keys, values };
 
-// For the n_rows query rows of one KV head: what is multiplied by keys, or what values are added to.
+// Keys: query_rows are multiplied by them, and scores are what comes out. Values: query_rows are what they are added to, by
+// what has become of the scores.
 template <cached what, int n_rows, typename number>
-void multiply(const shape & s, float * queries, const number_rows<number> & rows, float * scores) {
+void multiply(const shape & s, float * query_rows, const number_rows<number> & rows, float * scores) {
     if constexpr (what == cached::keys) {
-        score<n_rows>(s, queries, rows, scores);
+        score<n_rows>(s, query_rows, rows, scores);
     } else {
-        gather<n_rows>(s, queries, rows, scores);
+        gather<n_rows>(s, query_rows, rows, scores);
     }
 }
 
+// For the n_rows query rows of one KV head.
+
 template <cached what, typename number>
-void multiply_head(const shape & s, float * queries, int64_t n_rows, const number_rows<number> & rows, float * scores) {
+void multiply_head(const shape & s, float * query_rows, int64_t n_rows, const number_rows<number> & rows,
+                   float * scores) {
     int64_t r = 0;
     for (; r + 4 <= n_rows; r += 4) {
-        multiply<what, 4>(s, queries + r * s.width, rows, scores + r);
+        multiply<what, 4>(s, query_rows + r * s.width, rows, scores + r);
     }
     for (; r + 2 <= n_rows; r += 2) {
-        multiply<what, 2>(s, queries + r * s.width, rows, scores + r);
+        multiply<what, 2>(s, query_rows + r * s.width, rows, scores + r);
     }
     for (; r < n_rows; r++) {
-        multiply<what, 1>(s, queries + r * s.width, rows, scores + r);
+        multiply<what, 1>(s, query_rows + r * s.width, rows, scores + r);
     }
 }
 
 // For those of all heads.
 template <cached what>
-void multiply_all(const shape & s, float * queries, int64_t n_rows, const cached_rows & from, const room & own) {
+void multiply_all(const shape & s, float * query_rows, int64_t n_rows, const cached_rows & from, const room & own) {
 #if defined(__F16C__)
-    if (from.type == GGML_TYPE_F16 && s.width == s.head_dim && n_rows <= few_rows && n_rows != 3) {
+    // So few query rows that a row of the cache need not be converted before, of a number that makes whole groups.
+    if (from.type == GGML_TYPE_F16 && s.width == s.head_dim && (n_rows == 1 || n_rows == 2 || n_rows == 4)) {
         const int64_t stride = int64_t(from.stride / sizeof(ggml_fp16_t));
-        const int64_t n      = lanes / n_rows;
+        const int64_t n      = lanes / n_rows;  // as a group has
         for (int64_t i = 0; i < from.n; i += n) {
             for (int64_t head = 0; head < s.n_head_kv; head++) {
                 const auto * at = reinterpret_cast<const ggml_fp16_t *>(from.at) + i * stride + head * s.head_dim;
-                multiply_head<what, ggml_fp16_t>(s, queries + head * n_rows * s.width, n_rows,
+                multiply_head<what, ggml_fp16_t>(s, query_rows + head * n_rows * s.width, n_rows,
                                                  { at, stride, std::min(n, from.n - i) },
                                                  own.scores + i * s.n_columns + head * n_rows);
             }
@@ -355,7 +363,7 @@ void multiply_all(const shape & s, float * queries, int64_t n_rows, const cached
         const bool is_last = head + 1 == s.n_head_kv;
         const auto n_bytes = ptrdiff_t(ggml_row_size(from.type, s.head_dim));
         convert(s, from.of(s, head), is_last ? tile * ptrdiff_t(from.stride) - head * n_bytes : n_bytes, own.rows);
-        multiply_head<what, float>(s, queries + head * n_rows * s.width, n_rows, { own.rows, s.width, from.n },
+        multiply_head<what, float>(s, query_rows + head * n_rows * s.width, n_rows, { own.rows, s.width, from.n },
                                    own.scores + head * n_rows);
     }
 }
@@ -392,14 +400,16 @@ void soften(const shape & s, const partial & p, int64_t n, float * scores) {
     }
 }
 
-// Positions [t0, t0 + n_tokens): they read the cache together.
+// The i-th positions that read the cache together, [t0, t0 + n_tokens).
 struct block {
+    int64_t i;
     int64_t t0;
     int64_t n_tokens;
     int64_t n_rows;  // query rows of a KV head
 
     block(const shape & s, int64_t i)
-        : t0(i * s.block_tokens), n_tokens(std::min(s.block_tokens, s.n_tokens - t0)), n_rows(n_tokens * s.n_repeat) {}
+        : i(i), t0(i * s.block_tokens), n_tokens(std::min(s.block_tokens, s.n_tokens - t0)),
+          n_rows(n_tokens * s.n_repeat) {}
 
     int64_t column(const shape & s, int64_t t, int64_t head) const {
         return head / s.n_repeat * n_rows + (t - t0) * s.n_repeat + head % s.n_repeat;
@@ -421,9 +431,9 @@ void scale(const shape & s, const ggml_tensor * q, const block & b, float * to) 
 }
 
 // A position does not see those behind it.
-void hide(const shape & s, const block & b, const int32_t * positions, int64_t slot, int64_t n, float * scores) {
+void hide(const shape & s, const block & b, const int32_t * positions, const slots & seen, float * scores) {
     for (int64_t t = b.t0; t < b.t0 + b.n_tokens; t++) {
-        for (int64_t i = std::max<int64_t>(0, positions[t] + 1 - slot); i < n; i++) {
+        for (int64_t i = std::max<int64_t>(0, positions[t] + 1 - seen.first); i < seen.n; i++) {
             for (int64_t head = 0; head < s.n_head; head++) {
                 scores[i * s.n_columns + b.column(s, t, head)] = -INFINITY;
             }
@@ -436,11 +446,12 @@ int64_t n_cached(const shape & s, const ggml_tensor * positions) {
 }
 
 // One walk along a piece of the cache, in the order in which it lies.
-void attend(const shape & s, const ggml_tensor * dst, const block & b, int64_t piece, const room & own,
-            const partial & to) {
+void attend(const shape & s, const ggml_tensor * dst, const block & b, int64_t piece, const room & own) {
     const ggml_tensor * k         = dst->src[1];
     const ggml_tensor * v         = dst->src[2];
     const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data);
+    float *             all       = static_cast<float *>(dst->data);
+    const partial       to        = partial_at(s, all, b.i, piece);
 
     std::fill_n(own.scores, tile * s.n_columns, 0.0f);
     std::fill_n(own.rows, tile * s.width, 0.0f);
@@ -454,12 +465,12 @@ void attend(const shape & s, const ggml_tensor * dst, const block & b, int64_t p
     const int64_t n       = n_pieces(s, n_kv);
     const int64_t begin   = n_eight * piece / n * lanes;
     const int64_t end     = std::min<int64_t>(n_eight * (piece + 1) / n * lanes, positions[b.t0 + b.n_tokens - 1] + 1);
-    for (int64_t slot = begin; slot < end; slot += tile) {
-        const int64_t n_slots = std::min(tile, end - slot);
-        multiply_all<cached::keys>(s, own.q, b.n_rows, rows_of(k, slot, n_slots), own);
-        hide(s, b, positions, slot, n_slots, own.scores);
-        soften(s, to, n_slots, own.scores);
-        multiply_all<cached::values>(s, to.out, b.n_rows, rows_of(v, slot, n_slots), own);
+    for (int64_t first = begin; first < end; first += tile) {
+        const slots here = { first, std::min(tile, end - first) };
+        multiply_all<cached::keys>(s, own.q, b.n_rows, rows_of(k, here), own);
+        hide(s, b, positions, here, own.scores);
+        soften(s, to, here.n, own.scores);
+        multiply_all<cached::values>(s, to.out, b.n_rows, rows_of(v, here), own);
     }
 }
 
@@ -468,13 +479,13 @@ void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
     const shape   s   = shape_of(dst->src[0], dst->src[1]);
     const int64_t n   = n_pieces(s, n_cached(s, dst->src[3]));
     float *       all = static_cast<float *>(dst->data);
-    const room    own = room_at(s, all + n_partials(s) * s.partial_size() + ith * s.scratch());
+    const room    own = room_at(s, all + s.n_partials() * s.partial_size() + ith * s.scratch());
     for (int64_t i = ith; i < s.n_blocks() * n; i += nth) {
-        attend(s, dst, block(s, i / n), i % n, own, partial_at(s, all, i / n, i % n));
+        attend(s, dst, block(s, i % s.n_blocks()), i / s.n_blocks(), own);
     }
 }
 
-// And of all heads of all positions.
+// A thread's part of the sums of pieces, those of all heads of all positions.
 void run_joined(ggml_tensor * dst, int ith, int nth, void *) {
     const shape   s      = shape_of(dst->src[1], dst->src[2]);
     const int64_t n      = n_pieces(s, n_cached(s, dst->src[3]));
@@ -512,7 +523,7 @@ void run_joined(ggml_tensor * dst, int ith, int nth, void *) {
 ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const kv & stored, ggml_tensor * positions,
                             int n_threads) {
     const shape   s       = shape_of(q, stored.k);
-    const int64_t n_all   = n_partials(s) * s.partial_size() + n_threads * s.scratch();
+    const int64_t n_all   = s.n_partials() * s.partial_size() + n_threads * s.scratch();
     ggml_tensor * from[]  = { q, stored.k, stored.v, positions };
     ggml_tensor * pieces  = ggml_custom_4d(ctx, GGML_TYPE_F32, n_all, 1, 1, 1, from, 4, run_pieces, n_threads, nullptr);
     ggml_tensor * parts[] = { pieces, q, stored.k, positions };

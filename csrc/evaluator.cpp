@@ -1,6 +1,5 @@
 #include "evaluator.h"
 
-#include "attention.h"
 #include "error.h"
 #include "ggml-backend-impl.h"
 #include "platform.h"

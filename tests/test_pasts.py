@@ -1047,7 +1047,7 @@ def assert_told(model: Model, expected: tuple[int, int], length: int, **options:
 
 
 @each_kind
-@pytest.mark.parametrize("length", [2, 63, 64, 100, 256])
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 100, 256])
 def test_estimate(small: Model, kv_type: str, attention: str, length: int) -> None:
     """What a session sets aside at once; it is not exceeded by steps, nor by prompts (flash)."""
     with small.session(length, n_threads=1, kv_type=kv_type, attention=attention) as session:
