@@ -51,7 +51,7 @@ def write_qwen(model: Model, source: Path, to: Path) -> None:
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
     writer.add_rope_freq_base(c.rope_freq_base)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(c.norm_rms_eps)
     writer.add_vocab_size(c.n_vocab)
     # A vocabulary to be loaded, of words that nothing is made of: bytes have to be among them.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
