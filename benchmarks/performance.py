@@ -27,11 +27,11 @@ from pyggml_slowar.make_model import S2_PRO, make_model
 PAST = (128, 640, 1700)
 NOTES = "<!-- What follows is written by hand; make bench keeps it. -->"
 OTHERS = """\
-Measured elsewhere on the same class of machine, quoted here, not run: llama.cpp's own bench on a
-Qwen3-4B of the same shape takes 55.6 to 61.6 ms a step at depth 128 and prefills 60 tok/s; the best
-other ggml engine for this model takes 69-73 / 84-86 / 123 ms a step at 130 / 650 / 1700 past
-positions when its cache is just long enough, prefills 105 tok/s, opens in 4-24 s and peaks at
-5.8 GB."""
+Measured elsewhere on a faster machine, quoted here, not run (`benchmarks/llama_cpp.py` runs
+llama.cpp here; below is what it found): llama.cpp's own bench on a Qwen3-4B of the same shape takes
+55.6 to 61.6 ms a step at depth 128 and prefills 60 tok/s; the best other ggml engine for this model
+takes 69-73 / 84-86 / 123 ms a step at 130 / 650 / 1700 past positions when its cache is just long
+enough, prefills 105 tok/s, opens in 4-24 s and peaks at 5.8 GB."""
 
 
 def cached_model(type: str) -> Path:

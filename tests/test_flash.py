@@ -109,7 +109,8 @@ def test_kv_types(tiny: slowar.Model, kv_type: str, attention: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64, 100])
 def test_results_do_not_depend_on_the_cut(tiny: slowar.Model, chunk: int) -> None:
-    """Seen 5.4e-7 with a float32 cache: the order of sums in matrices of other heights."""
+    """Seen 6.1e-7 with a float32 cache: the order of sums, in matrices of other heights and over a
+    cache cut into other pieces."""
     tokens = random_tokens(TINY, 200, seed=3)
     with tiny.session(200, attention="flash", kv_type="f32") as session:
         whole = session.prefill(tokens)
@@ -147,7 +148,7 @@ def test_the_pieces_of_a_cache_add_up(
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_the_cut_moves_only_edges_of_an_f16_cache(tiny: slowar.Model, chunk: int) -> None:
-    """The same 5e-7 can push a key over the edge between two halves: seen 1.7e-5."""
+    """The same 6e-7 can push a key over the edge between two halves: seen 3.4e-5."""
     tokens = random_tokens(TINY, 200, seed=3)
     with tiny.session(200, attention="flash") as session:
         whole = session.prefill(tokens)

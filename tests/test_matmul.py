@@ -253,8 +253,8 @@ def test_which_products_are_ours(ours: slowar.Model) -> None:
         assert n_ggml == 7 * n_layer + 1 - n_packed
     with ours.session(64) as session:
         counts = {n: Counter(node.op for node in session.graph(n)) for n in (1, 4, 17)}
-    # Per layer two of attention, five products and four roundings of vectors, w1 and w3 sharing one; the
-    # head and its vector.
+    # Per layer two of attention, five products and four roundings of vectors, w1 and w3 sharing
+    # one; the head and its vector.
     assert [counts[n]["CUSTOM"] for n in (1, 4)] == [n_layer * (2 + 5 + 4) + 2] * 2
     assert [counts[n]["MUL_MAT"] for n in (1, 4, 17)] == [0, 0, 0]
 
