@@ -4,8 +4,8 @@ python benchmarks/llama_cpp.py MODEL.gguf [--past 128] [--prefill 512] [--rounds
 
 Needs ``pip install xllamacpp``, a prebuilt llama.cpp, which nothing else here needs. It gets the
 Slow-AR's matrices under the names of a Qwen3, which has the same shape; RoPE turns other pairs
-there, and codebooks are left out. It chooses the likeliest of all ids after each step, so here too
-all logits are computed.
+there, and codebooks are left out. It chooses the likeliest of all ids after each step, and so do
+sessions here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import xllamacpp  # type: ignore[import-not-found]
+import xllamacpp
 
 from pyggml_slowar import Model, bench
 
@@ -83,9 +84,10 @@ def write_qwen(model: Model, source: Path, to: Path) -> None:
 
 
 Times = tuple[float, float]  # ms for the prompt, ms of a step
+Run = Callable[[int, int], Times]  # of a prompt's positions and of steps behind it
 
 
-def llama_cpp(path: Path, n_ctx: int, n_threads: int, repack: bool) -> Callable[[int, int], Times]:
+def llama_cpp(path: Path, n_ctx: int, n_threads: int, repack: bool) -> Run:
     p = xllamacpp.CommonParams()
     p.model.path = str(path)
     p.n_gpu_layers = 0
@@ -99,27 +101,27 @@ def llama_cpp(path: Path, n_ctx: int, n_threads: int, repack: bool) -> Callable[
     server = xllamacpp.Server(p)
 
     def run(past: int, n_steps: int) -> Times:
-        done: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
 
         def take(chunk: Any) -> None:
             read = json.loads(chunk) if isinstance(chunk, (str, bytes)) else chunk
-            for part in read if isinstance(read, list) else [read]:
-                if "timings" not in part:
-                    raise RuntimeError(f"llama.cpp answered {part}")
-                done.append(part["timings"])
+            answers.extend(read if isinstance(read, list) else [read])
 
-        ids = [300 + 7919 * i % 100_000 for i in range(past)]
+        ids = [7919 * i % 256 for i in range(past)]  # bytes, which every vocabulary has
         wish = {"prompt": ids, "max_tokens": n_steps + 1, "stream": True, "temperature": 0}
         wish |= {"timings_per_token": True, "ignore_eos": True, "cache_prompt": False}
         server.handle_completions(wish | {"top_k": 1, "samplers": ["top_k"]}, take)
-        at = {t["predicted_n"]: t["predicted_ms"] for t in done}
+        timings = [answer["timings"] for answer in answers if "timings" in answer]
+        at = {t["predicted_n"]: t["predicted_ms"] for t in timings}
         steps = [at[n + 1] - at[n] for n in at if n + 1 in at]
-        return done[-1]["prompt_ms"], statistics.median(steps) if steps else 0.0
+        if not timings or (n_steps and not steps):
+            raise RuntimeError(f"expected timings of {n_steps} steps, llama.cpp answered {answers}")
+        return timings[-1]["prompt_ms"], statistics.median(steps) if steps else 0.0
 
     return run
 
 
-def ours(model: Model, n_ctx: int, n_threads: int) -> Callable[[int, int], Times]:
+def ours(model: Model, n_ctx: int, n_threads: int) -> Run:
     session = model.session(n_ctx, n_threads=n_threads)
     tokens = bench.random_tokens(model, n_ctx)
 
@@ -129,7 +131,7 @@ def ours(model: Model, n_ctx: int, n_threads: int) -> Callable[[int, int], Times
         session.prefill(tokens[:, :past])
         clock.append(time.perf_counter())
         for i in range(past, past + n_steps):
-            session.step(tokens[:, i])
+            session.step(tokens[:, i]).logits.argmax()
             clock.append(time.perf_counter())
         prompt, *steps = (1e3 * (b - a) for a, b in pairwise(clock))
         return prompt, statistics.median(steps) if steps else 0.0
@@ -138,7 +140,7 @@ def ours(model: Model, n_ctx: int, n_threads: int) -> Callable[[int, int], Times
 
 
 def rounds(
-    n: int, engines: dict[str, Callable[[int, int], Times]], past: int, prefill: int
+    n: int, engines: dict[str, Run], past: int, prefill: int
 ) -> Iterator[tuple[str, float, float]]:
     for _ in range(n):
         for name, run in engines.items():
@@ -158,14 +160,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     o = parser.parse_args()
     n_ctx = max(o.past + N_STEPS, o.prefill) + 64
-    qwen = o.model.with_name(o.model.stem + "-as-qwen3.gguf")
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=o.model.parent))
         mapped, packed = (
             stack.enter_context(Model(o.model, backend="cpu", repack=repack))
             for repack in (False, True)
         )
-        if not qwen.exists():
-            write_qwen(mapped, o.model, qwen)
+        qwen = Path(folder) / "qwen3.gguf"
+        write_qwen(mapped, o.model, qwen)
         engines = {
             "llama.cpp": llama_cpp(qwen, n_ctx, o.threads, True),
             "llama.cpp, no repack": llama_cpp(qwen, n_ctx, o.threads, False),

@@ -30,10 +30,6 @@ constexpr int64_t block_columns = 512;
 // Cached rows whose keys and then whose values are read in one go.
 constexpr int64_t tile = 32;
 
-// Memory is asked for a cached row so many rows ahead. The processor cannot see by itself what comes next: rows of keys
-// and of values take turns.
-constexpr int64_t rows_ahead = 2;
-
 // A cache is cut into so many pieces at most, for threads to share.
 constexpr int64_t most_pieces = 8;
 
@@ -234,10 +230,11 @@ template <int n_rows, typename number> struct group {
         }
     }
 
-    // Asks for the same numbers of rows behind, where these lie in the cache.
+    // Asks memory for the same numbers of the next group, where these lie in the cache: the processor does not see by
+    // itself what comes next, for rows of keys and of values take turns.
     void ask(int64_t d) const {
         for (int64_t i = 0; i < n && sizeof(number) == sizeof(ggml_fp16_t); i++) {
-            ask_for(row[i], std::max(rows_ahead, n) * stride + d * ptrdiff_t(sizeof(number)));
+            ask_for(row[i], n * stride + d * ptrdiff_t(sizeof(number)));
         }
     }
 
@@ -324,7 +321,6 @@ void multiply(const shape & s, float * query_rows, const number_rows<number> & r
 }
 
 // For the n_rows query rows of one KV head.
-
 template <cached what, typename number>
 void multiply_head(const shape & s, float * query_rows, int64_t n_rows, const number_rows<number> & rows,
                    float * scores) {

@@ -1,9 +1,9 @@
 // Attention over a KV cache, on the CPU, as two nodes of a graph: pieces of the cache, which threads share, and their sum.
 //
 // ggml's flash attention converts every cached row once for each query head that reads it, and for few positions it sums
-// the values of an F16 cache in F16. Here a row is converted once for all the heads that share it, and for several positions, and everything
-// is summed in float32. How far the cache is filled is read from the positions when the nodes run, so one graph serves
-// every position and a step costs what is used.
+// the values of an F16 cache in F16. Here a row is converted once for all the heads that share it, and for several
+// positions, and everything is summed in float32. How far the cache is filled is read from the positions when the nodes
+// run, so one graph serves every position and a step costs what is used.
 #pragma once
 
 #include "kv_cache.h"

@@ -332,7 +332,7 @@ class Model(Closing):
             machine is shared.
         attention
             ``"flash"`` stores keys and values first and reads them in place: fast, and how a prompt
-            is cut shows only in rounding (about 2e-5). ``"reference"`` is the documented graph.
+            is cut shows only in rounding (about 3e-5). ``"reference"`` is the documented graph.
             ``"ggml"`` is flash by ggml's own kernels everywhere. ``"auto"``: flash where the device
             has every operation it needs, else reference; ``Session.attention`` says which.
         kv_type

@@ -127,7 +127,7 @@ def test_the_pieces_of_a_cache_add_up(
     row of the cache as the kernels tell apart. In float32 against ggml's kernel, which adds up in
     another order, 1.4e-6 from this one at most; in F16, whose values ggml rounds, against one
     prompt, as for any other cut."""
-    config = replace(TINY, n_layer=1, n_head=n_repeat * TINY.n_head_kv)
+    config = replace(TINY, n_layer=2, n_head=n_repeat * TINY.n_head_kv)
     make_model(tmp_path / "m.gguf", config, "f32", seed=7)
     tokens = random_tokens(config, 1024, seed=6)
     with (
