@@ -27,7 +27,7 @@ from .placement import (
     split_layers,
 )
 from .prefix_cache import PrefixCache
-from .session import MAX_POSITIONS, Session, default_batch, session_params
+from .session import MAX_POSITIONS, MAX_THREADS, Session, default_batch, session_params
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -301,7 +301,7 @@ class Model(Closing):
         max_seq_len
             Positions of the cache; None: the context that the model was trained for.
         options
-            ``kv_type``, ``attention``, ``kv_placement``, ``chunk``, as ``estimate`` has them.
+            ``kv_type``, ``attention``, ``kv_placement``, ``chunk``, ``n_threads``, as for ``estimate``.
         """
         length = self.config.n_ctx if max_seq_len is None else max_seq_len
         memory = self._estimated(length, **options)
@@ -540,13 +540,14 @@ class Model(Closing):
         attention: str = "auto",
         chunk: int | None = None,
         kv_placement: str = "auto",
+        n_threads: int | None = None,
     ) -> Estimate:
         """The memory that sessions would take, before it is taken.
 
         Parameters
         ----------
-        max_seq_len, kv_type, attention, kv_placement
-            As ``session`` has them.
+        max_seq_len, kv_type, attention, kv_placement, n_threads
+            As ``session`` has them: each thread works in memory of its own.
         n_sessions
             How many of them, each with compute memory of its own.
         chunk
@@ -565,6 +566,7 @@ class Model(Closing):
             attention=attention,
             chunk=chunk,
             kv_placement=kv_placement,
+            n_threads=n_threads,
         )
         n_device = sum(self._device_bytes)
         return Estimate(
@@ -581,13 +583,16 @@ class Model(Closing):
         attention: str = "auto",
         chunk: int | None = None,
         kv_placement: str = "auto",
+        n_threads: int | None = None,
     ) -> Any:
         """The ``slowar_session_memory`` of one session."""
         max_seq_len = as_int("max_seq_len", max_seq_len, 1, MAX_POSITIONS)
         size = (
             default_batch(attention) if chunk is None else as_int("chunk", chunk, 1, MAX_POSITIONS)
         )
-        params, _keep = session_params(1, attention, kv_type, (), size, kv_placement)
+        n_threads = _device.default_threads() if n_threads is None else n_threads
+        n_threads = as_int("n_threads", n_threads, 1, MAX_THREADS)
+        params, _keep = session_params(n_threads, attention, kv_type, (), size, kv_placement)
         out = ffi.new("slowar_session_memory *")
         self._handle.run(lambda p: call(lib.slowar_session_estimate, p, params, max_seq_len, out))
         return out

@@ -1039,7 +1039,7 @@ def taken(session: Session, n: int) -> tuple[int, int]:
 
 
 def assert_told(model: Model, expected: tuple[int, int], length: int, **options: Any) -> None:
-    told = model.estimate(length, **options)
+    told = model.estimate(length, n_threads=1, **options)
     assert told.weights == (model.nbytes, 0)
     assert told.kv == (expected[0], 0)  # exactly: it is a product
     assert told.compute.device == 0
@@ -1096,6 +1096,7 @@ def test_estimate_of_many(small: Model) -> None:
         ({"max_seq_len": 0}, ValueError, "max_seq_len is 0, expected 1 to 1073741823"),
         ({"n_sessions": -1}, ValueError, "n_sessions is -1, expected 0 to 1073741824"),
         ({"chunk": 0}, ValueError, "chunk is 0, expected 1 to 1073741823"),
+        ({"n_threads": 0}, ValueError, "n_threads is 0, expected 1 to 512"),
         ({"chunk": 1.5}, TypeError, "chunk is 1.5, expected an integer"),
         ({"kv_type": "q4_0"}, ValueError, 'kv_type is "q4_0", expected f16, bf16, f32 or q8_0'),
         ({"attention": "x"}, ValueError, "attention is 'x', expected one of auto, reference, .*"),
@@ -1117,7 +1118,7 @@ def test_an_estimate_takes_nothing(small: Model) -> None:
 
     def estimates(n: int) -> None:
         for i in range(n):
-            told = small.estimate(10_000, attention=ATTENTIONS[i % 3], chunk=64)
+            told = small.estimate(10_000, attention=ATTENTIONS[i % 3], chunk=64, n_threads=1)
             assert told.kv.host == 10_000 * POSITION_BYTES
 
     estimates(20)

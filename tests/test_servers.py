@@ -319,7 +319,7 @@ def test_placement_adds_up(tiny_path: Path, pair: list[Server], endpoints: list[
         assert sorted(sums) == sorted([*names, "CPU"])
         assert before[0] > 0
         with opened(model, 256) as session:
-            plan = {(p.what, p.device): p.nbytes for p in model.placement(256)}
+            plan = {(p.what, p.device): p.nbytes for p in model.placement(256, n_threads=1)}
             real = {(p.what, p.device): p.nbytes for p in session.placement()}
             assert {k for k in real if k[0] == "KV cache"} == {("KV cache", name) for name in names}
             for key, nbytes in real.items():
@@ -327,7 +327,7 @@ def test_placement_adds_up(tiny_path: Path, pair: list[Server], endpoints: list[
             kv = sum(n for (what, _), n in real.items() if what == "KV cache")
             compute = sum(n for (what, _), n in real.items() if what == "compute")
             assert (kv, compute) == (session.nbytes, session.compute_nbytes)
-            estimate = model.estimate(256)
+            estimate = model.estimate(256, n_threads=1)
             assert sum(estimate.kv) == kv
             assert sum(estimate.compute) == pytest.approx(compute, rel=0.05)
             assert sum(estimate.weights) == model.nbytes
