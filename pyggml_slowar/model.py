@@ -301,7 +301,8 @@ class Model(Closing):
         max_seq_len
             Positions of the cache; None: the context that the model was trained for.
         options
-            ``kv_type``, ``attention``, ``kv_placement``, ``chunk``, ``n_threads``, as for ``estimate``.
+            ``kv_type``, ``attention``, ``kv_placement``, ``chunk``, ``n_threads``, as ``estimate``
+            has them.
         """
         length = self.config.n_ctx if max_seq_len is None else max_seq_len
         memory = self._estimated(length, **options)
