@@ -230,11 +230,21 @@ template <int n_rows, typename number> struct group {
         }
     }
 
-    // Asks memory for the same numbers of the next group, where these lie in the cache: the processor does not see by
-    // itself what comes next, for rows of keys and of values take turns.
-    void ask(int64_t d) const {
-        for (int64_t i = 0; i < n && sizeof(number) == sizeof(ggml_fp16_t); i++) {
-            ask_for(row[i], n * stride + d * ptrdiff_t(sizeof(number)));
+    // work(d, numbers d to d + 7 of each row). A line at a time memory is asked for those of the next group, where they lie
+    // in the cache: the processor does not see by itself what comes next, for rows of keys and of values take turns.
+    template <typename work_t> [[gnu::always_inline]] void each(int64_t width, work_t work) const {
+        for (int64_t line = 0; line < width; line += line_numbers) {
+            for (int64_t i = 0; i < n && sizeof(number) == sizeof(ggml_fp16_t); i++) {
+                ask_for(row[i], n * stride + line * ptrdiff_t(sizeof(number)));
+            }
+#pragma GCC unroll 4
+            for (int64_t d = line; d < line + line_numbers; d += lanes) {
+                floats numbers[n];
+                for (int64_t i = 0; i < n; i++) {
+                    numbers[i] = load(row[i] + d);
+                }
+                work(d, numbers);
+            }
         }
     }
 
@@ -250,22 +260,14 @@ void score(const shape & s, const float * q, const number_rows<number> & keys, f
     for (int64_t i = 0; i < keys.n; i += rows::n) {
         const rows some(keys.from(i));
         floats     acc[lanes] = {};
-        for (int64_t line = 0; line < width; line += line_numbers) {
-            some.ask(line);
-#pragma GCC unroll 4
-            for (int64_t d = line; d < line + line_numbers; d += lanes) {
-                floats key[rows::n];
+        some.each(width, [&](int64_t d, const floats(&key)[rows::n]) {
+            for (int r = 0; r < n_rows; r++) {
+                const floats query = load(q + r * width + d);
                 for (int64_t k = 0; k < rows::n; k++) {
-                    key[k] = load(some.row[k] + d);
-                }
-                for (int r = 0; r < n_rows; r++) {
-                    const floats query = load(q + r * width + d);
-                    for (int64_t k = 0; k < rows::n; k++) {
-                        acc[k * n_rows + r] += query * key[k];
-                    }
+                    acc[k * n_rows + r] += query * key[k];
                 }
             }
-        }
+        });
         const floats products = sums(acc);
         for (int64_t k = 0; k < rows::n; k++) {
             std::memcpy(scores + (i + k) * s.n_columns, reinterpret_cast<const float *>(&products) + k * n_rows,
@@ -287,23 +289,15 @@ void gather(const shape & s, float * out, const number_rows<number> & values, co
                 weight[r][k] = floats{} + (i + k < values.n ? scores[(i + k) * s.n_columns + r] : 0.0f);
             }
         }
-        for (int64_t line = 0; line < width; line += line_numbers) {
-            some.ask(line);
-#pragma GCC unroll 4
-            for (int64_t d = line; d < line + line_numbers; d += lanes) {
-                floats value[rows::n];
+        some.each(width, [&](int64_t d, const floats(&value)[rows::n]) {
+            for (int r = 0; r < n_rows; r++) {
+                floats sum = load(out + r * width + d);
                 for (int64_t k = 0; k < rows::n; k++) {
-                    value[k] = load(some.row[k] + d);
+                    sum += weight[r][k] * value[k];
                 }
-                for (int r = 0; r < n_rows; r++) {
-                    floats sum = load(out + r * width + d);
-                    for (int64_t k = 0; k < rows::n; k++) {
-                        sum += weight[r][k] * value[k];
-                    }
-                    store(out + r * width + d, sum);
-                }
+                store(out + r * width + d, sum);
             }
-        }
+        });
     }
 }
 
@@ -346,7 +340,7 @@ void multiply_all(const shape & s, float * query_rows, int64_t n_rows, const cac
         const int64_t n      = lanes / n_rows;  // as a group has
         for (int64_t i = 0; i < from.n; i += n) {
             for (int64_t head = 0; head < s.n_head_kv; head++) {
-                const auto * at = reinterpret_cast<const ggml_fp16_t *>(from.at) + i * stride + head * s.head_dim;
+                const auto * at = reinterpret_cast<const ggml_fp16_t *>(from.of(s, head).at) + i * stride;
                 multiply_head<what, ggml_fp16_t>(s, query_rows + head * n_rows * s.width, n_rows,
                                                  { at, stride, std::min(n, from.n - i) },
                                                  own.scores + i * s.n_columns + head * n_rows);
@@ -449,8 +443,6 @@ void attend(const shape & s, const ggml_tensor * dst, const block & b, int64_t p
     float *             all       = static_cast<float *>(dst->data);
     const partial       to        = partial_at(s, all, b.i, piece);
 
-    std::fill_n(own.scores, tile * s.n_columns, 0.0f);
-    std::fill_n(own.rows, tile * s.width, 0.0f);
     std::fill_n(to.out, s.n_columns * s.width, 0.0f);
     std::fill_n(to.most, s.n_columns, -INFINITY);
     std::fill_n(to.total, s.n_columns, 0.0f);
@@ -476,6 +468,9 @@ void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
     const int64_t n   = n_pieces(s, n_cached(s, dst->src[3]));
     float *       all = static_cast<float *>(dst->data);
     const room    own = room_at(s, all + s.n_partials() * s.partial_size() + ith * s.scratch());
+    // What lies between columns and between rows is read, though nothing comes of it.
+    std::fill_n(own.scores, tile * s.n_columns, 0.0f);
+    std::fill_n(own.rows, tile * s.width, 0.0f);
     for (int64_t i = ith; i < s.n_blocks() * n; i += nth) {
         attend(s, dst, block(s, i % s.n_blocks()), i / s.n_blocks(), own);
     }

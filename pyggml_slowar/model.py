@@ -27,7 +27,7 @@ from .placement import (
     split_layers,
 )
 from .prefix_cache import PrefixCache
-from .session import MAX_POSITIONS, MAX_THREADS, Session, default_batch, session_params
+from .session import MAX_POSITIONS, Session, as_threads, default_batch, session_params
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -591,9 +591,9 @@ class Model(Closing):
         size = (
             default_batch(attention) if chunk is None else as_int("chunk", chunk, 1, MAX_POSITIONS)
         )
-        n_threads = _device.default_threads() if n_threads is None else n_threads
-        n_threads = as_int("n_threads", n_threads, 1, MAX_THREADS)
-        params, _keep = session_params(n_threads, attention, kv_type, (), size, kv_placement)
+        params, _keep = session_params(
+            as_threads(n_threads), attention, kv_type, (), size, kv_placement
+        )
         out = ffi.new("slowar_session_memory *")
         self._handle.run(lambda p: call(lib.slowar_session_estimate, p, params, max_seq_len, out))
         return out

@@ -9,8 +9,8 @@ from ipaddress import ip_address
 
 from ._arrays import as_int
 from ._native import Handle, call, ffi, lib
-from .device import choose, default_threads, device_at
-from .session import MAX_THREADS
+from .device import choose, device_at
+from .session import as_threads
 
 
 class DeviceServer:
@@ -69,11 +69,7 @@ class DeviceServer:
         params.device = chosen[0]
         params.host = address
         params.port = as_int("port", port, 0, 65535)
-        params.n_threads = (
-            default_threads()
-            if n_threads is None
-            else as_int("n_threads", n_threads, 1, MAX_THREADS)
-        )
+        params.n_threads = as_threads(n_threads)
         params.memory = 0 if memory is None else as_int("memory", memory, 1, 2**62)
         params.max_buffer = 0 if max_buffer is None else as_int("max_buffer", max_buffer, 1, 2**62)
         out, bound = ffi.new("slowar_server **"), ffi.new("int32_t *")

@@ -133,8 +133,7 @@ class Session(Closing):
         kv_placement: str = "auto",
     ) -> None:
         adapt = n_threads is None
-        n_threads = default_threads() if n_threads is None else n_threads
-        n_threads = as_int("n_threads", n_threads, 1, MAX_THREADS)
+        n_threads = as_threads(n_threads)
         self._threads = Threads(n_threads, adapt=adapt)
         c = model.config
         extra = [as_int("an extra id", i, 0, c.n_vocab - 1) for i in extra_ids]
@@ -735,6 +734,12 @@ class _Way:
 
 
 _AT_ONCE = _Way()
+
+
+def as_threads(n_threads: int | None) -> int:
+    """The threads that were asked for, or those that pay here."""
+    n_threads = default_threads() if n_threads is None else n_threads
+    return as_int("n_threads", n_threads, 1, MAX_THREADS)
 
 
 def session_params(

@@ -1118,7 +1118,7 @@ def test_an_estimate_takes_nothing(small: Model) -> None:
 
     def estimates(n: int) -> None:
         for i in range(n):
-            told = small.estimate(10_000, attention=ATTENTIONS[i % 3], chunk=64, n_threads=1)
+            told = small.estimate(10_000, attention=ATTENTIONS[i % 3], chunk=64)
             assert told.kv.host == 10_000 * POSITION_BYTES
 
     estimates(20)
