@@ -2,6 +2,8 @@
 
 #include "device.h"
 #include "error.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
 
 #include <algorithm>
 #include <atomic>
@@ -55,13 +57,34 @@ void kv_cache::allocate(ggml_context * ctx, ggml_backend_dev_t device, existence
     const std::string what = text("a KV cache of %d positions", max_seq_len());
     check_memory(device, n_bytes(device), what.c_str());
     const size_t mark = log_mark();
-    buffers_.emplace_back(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
+    buffers_.push_back(device == cpu_device()
+                           ? take(ctx)
+                           : ggml_backend_buffer_ptr(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)));
     check_answers(device);
     if (!buffers_.back()) {
         fail(SLOWAR_MEMORY, "no memory for %s (%.1f MiB) on %s: %s", what.c_str(), double(n_bytes(device)) / (1 << 20),
              ggml_backend_dev_name(device), log_since(mark).c_str());
     }
     ggml_backend_buffer_clear(buffers_.back().get(), 0);
+}
+
+// The tensors of a context, in host memory of our own.
+ggml_backend_buffer_ptr kv_cache::take(ggml_context * ctx) {
+    const size_t alignment = ggml_backend_buft_get_alignment(ggml_backend_cpu_buffer_type());
+    size_t       n_bytes   = 0;
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        n_bytes += GGML_PAD(ggml_nbytes(t), alignment);
+    }
+    memory_ = take_memory(n_bytes);
+    if (!memory_) {
+        return nullptr;
+    }
+    ggml_backend_buffer_ptr buffer(ggml_backend_cpu_buffer_from_ptr(memory_.get(), n_bytes));
+    ggml_tallocr            places = ggml_tallocr_new(buffer.get());
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        ggml_tallocr_alloc(&places, t);
+    }
+    return buffer;
 }
 
 bool kv_cache::is_on_cpu(int il) const {

@@ -4,6 +4,7 @@
 #include "config.h"
 
 #include "ggml-cpp.h"
+#include "platform.h"
 
 #include <map>
 #include <vector>
@@ -67,8 +68,9 @@ class kv_cache {
     void write(int32_t first, int32_t n, const void * from);
 
   private:
-    void allocate(ggml_context * ctx, ggml_backend_dev_t device, existence how);
-    void check_devices() const;
+    void                    allocate(ggml_context * ctx, ggml_backend_dev_t device, existence how);
+    ggml_backend_buffer_ptr take(ggml_context * ctx);
+    void                    check_devices() const;
     // Runs f(keys or values, offset and size of those positions of a layer) in the order of `read`.
     template <typename function_t> void each_layer(int32_t first, int32_t n, function_t f) const;
 
@@ -77,6 +79,7 @@ class kv_cache {
     std::vector<ggml_backend_dev_t>                devices_;  // of each layer
     std::vector<kv>                                layers_;   // [head_dim, n_head_kv, n_slots] each
     std::map<ggml_backend_dev_t, ggml_context_ptr> contexts_;
+    memory_ptr                                     memory_;  // of the layers on the CPU
     std::vector<ggml_backend_buffer_ptr>           buffers_;
 };
 

@@ -94,6 +94,15 @@ void mapped_file::forget(size_t offset, size_t n) const {
     }
 }
 
+void memory_deleter::operator()(void * memory) const {
+    ::munmap(memory, n_bytes);
+}
+
+memory_ptr take_memory(size_t n) {
+    void * at = ::mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory_ptr(at == MAP_FAILED ? nullptr : at, memory_deleter{ n });
+}
+
 // The number after `label` in a file of "label number" lines, or the file's first number when label is "". 0: not there.
 static uint64_t number_in(const char * path, const std::string & label) {
     std::ifstream in(path);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <shared_mutex>
 #include <string>
 
@@ -43,6 +44,17 @@ uint64_t available_memory();
 
 // Whether n bytes of host memory can be had now (ggml does not look at what malloc returns).
 bool can_allocate(size_t n);
+
+struct memory_deleter {
+    size_t n_bytes;
+    void   operator()(void * memory) const;
+};
+
+using memory_ptr = std::unique_ptr<void, memory_deleter>;
+
+// n zeroed bytes from the system, to which they go back at once: of what a heap was given it keeps tens of MiB. nullptr
+// when there are none to be had.
+memory_ptr take_memory(size_t n);
 
 // This memory, not yet written to, will be read from end to end again and again: large pages, where the system has them
 // for those who ask, save looking up many small ones.

@@ -115,6 +115,14 @@ void mapped_file::forget(size_t offset, size_t n) const {
     }
 }
 
+void memory_deleter::operator()(void * memory) const {
+    ::VirtualFree(memory, 0, MEM_RELEASE);
+}
+
+memory_ptr take_memory(size_t n) {
+    return memory_ptr(::VirtualAlloc(nullptr, n, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE), memory_deleter{ n });
+}
+
 uint64_t available_memory() {
     MEMORYSTATUSEX status;
     status.dwLength = sizeof(status);
