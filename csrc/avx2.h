@@ -1,4 +1,4 @@
-// Kernels' common ground on processors with AVX2, FMA and F16C: registers, formats of weights, tiles.
+// Kernels' common ground on processors with AVX2, FMA and F16C: registers and formats of weights.
 #pragma once
 
 #include "kernels.h"
@@ -6,7 +6,11 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #    define SLOWAR_HAS_PRODUCTS
 
+// GCC 12 takes what its own AVX-512 intrinsics leave undefined for a mistake (its bug 105593).
+#    pragma GCC diagnostic push
+#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #    include <immintrin.h>
+#    pragma GCC diagnostic pop
 
 #    include <algorithm>
 #    include <cstring>
@@ -38,12 +42,33 @@ inline void store(void * p, __m256i v) {
     _mm256_storeu_si256(static_cast<__m256i *>(p), v);
 }
 
-// Four bytes in each lane.
-inline __m256i four_bytes(const void * p) {
-    int32_t v;
-    std::memcpy(&v, p, sizeof(v));
-    return _mm256_set1_epi32(v);
+// Numbers of 16 bits, shifted; a byte everywhere, in a register like the other.
+
+inline __m256i left(__m256i v, int n) {
+    return _mm256_slli_epi16(v, n);
 }
+
+inline __m256i right(__m256i v, int n) {
+    return _mm256_srli_epi16(v, n);
+}
+
+inline __m256i every_byte(char b, __m256i) {
+    return _mm256_set1_epi8(b);
+}
+
+#    if defined(SLOWAR_HAS_VNNI)
+inline __m512i left(__m512i v, int n) {
+    return _mm512_slli_epi16(v, unsigned(n));
+}
+
+inline __m512i right(__m512i v, int n) {
+    return _mm512_srli_epi16(v, unsigned(n));
+}
+
+inline __m512i every_byte(char b, __m512i) {
+    return _mm512_set1_epi8(b);
+}
+#    endif
 
 // Asks memory for what will be read. Not by the intrinsic: gcc drops calls of a function that does nothing else.
 inline void ask_for(const char * p, size_t n_bytes) {
@@ -56,6 +81,16 @@ inline void ask_for(const char * p, size_t n_bytes) {
 inline __m256i now(__m256i sum) {
     asm("" : "+x"(sum));
     return sum;
+}
+
+// The products by four of numbers with a sign.
+inline __m256i by_four(__m256i w, __m256i x) {
+    const __m256i size = _mm256_sign_epi8(w, w);
+#    if defined(SLOWAR_HAS_VNNI)
+    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), size, _mm256_sign_epi8(x, w));
+#    else
+    return _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, w)));
+#    endif
 }
 
 // acc + factor * integers
@@ -81,11 +116,6 @@ inline __m256i spread(__m128i v, int j) {
     return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(v, which));
 }
 
-// Whether so many products by four of numbers up to `most` have a sum that fits into 16 bits, which takes it by two.
-constexpr bool fits(int n_quads, int most) {
-    return n_quads * 2 * most * 127 <= INT16_MAX;
-}
-
 // What a format is made of: for each of eight groups of 32, numbers of 8 bits without a sign and the scales of their sums
 // by two; the block's factor; and what is to be added to that, offsets by sums of the vector, with a factor of its own.
 
@@ -96,8 +126,7 @@ class q4_K {
     static constexpr int n_bytes   = 128;  // of numbers
     static constexpr int n_scales  = 8;
     static constexpr int n_offsets = 8;
-    static constexpr int n_quads   = 8;  // products by four that are added up before their sum is scaled
-    static_assert(fits(n_quads, 15));
+    static constexpr int most      = 15;
 
     explicit q4_K(const block & w) {
         uint64_t low;
@@ -113,9 +142,9 @@ class q4_K {
     static const uint8_t * bytes(const block & w) { return w.q; }
 
     // Group j from 32 bytes of the block here and there: bytes(i) gives the i-th.
-    template <typename bytes_t> static __m256i numbers(int j, bytes_t bytes) {
-        const __m256i q = bytes(j / 2);
-        return _mm256_and_si256(j % 2 == 0 ? q : _mm256_srli_epi16(q, 4), _mm256_set1_epi8(15));
+    template <typename bytes_t> static auto numbers(int j, bytes_t bytes) {
+        const auto q = bytes(j / 2);
+        return (j % 2 == 0 ? q : right(q, 4)) & every_byte(15, q);
     }
 
     __m256i scales(int j) const { return _mm256_shuffle_epi8(twice, _mm256_set1_epi16(int16_t(0x0100 + 0x0202 * j))); }
@@ -160,23 +189,18 @@ class q6_K {
     static constexpr int n_bytes   = 192;
     static constexpr int n_scales  = 16;
     static constexpr int n_offsets = 16;
-    static constexpr int n_quads   = 2;
-    static_assert(fits(n_quads, 63));
+    static constexpr int most      = 63;
 
     explicit q6_K(const block & w) : all(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w.scales))) {}
 
     static const uint8_t * bytes(const block & w) { return w.low; }  // and the high ones behind them
 
-    template <typename bytes_t> static __m256i numbers(int j, bytes_t bytes) {
-        const __m256i low  = bytes(2 * (j / 4) + j % 2);
-        const __m256i high = bytes(4 + j / 4);
-        const __m256i two  = j % 4 == 0   ? _mm256_slli_epi16(high, 4)
-                             : j % 4 == 1 ? _mm256_slli_epi16(high, 2)
-                             : j % 4 == 2 ? high
-                                          : _mm256_srli_epi16(high, 2);
-        const __m256i four = j % 4 < 2 ? low : _mm256_srli_epi16(low, 4);
-        return _mm256_or_si256(_mm256_and_si256(four, _mm256_set1_epi8(15)),
-                               _mm256_and_si256(two, _mm256_set1_epi8(0x30)));
+    template <typename bytes_t> static auto numbers(int j, bytes_t bytes) {
+        const auto low  = bytes(2 * (j / 4) + j % 2);
+        const auto high = bytes(4 + j / 4);
+        const auto two  = j % 4 == 0 ? left(high, 4) : j % 4 == 1 ? left(high, 2) : j % 4 == 2 ? high : right(high, 2);
+        const auto four = j % 4 < 2 ? low : right(low, 4);
+        return (four & every_byte(15, low)) | (two & every_byte(0x30, low));
     }
 
     __m256i scales(int j) const { return spread(all, j); }
@@ -200,24 +224,6 @@ class q6_K {
   private:
     __m128i all;
 };
-
-// Eight rows of a block: four numbers of each side by side in the lanes of a register, of Q8_0 two with 16 bits.
-
-template <typename format> struct alignas(32) opened_block {
-    uint8_t q[64][n_lanes][4];
-    int16_t scales[format::n_scales][n_lanes][2];  // each twice
-    int16_t offsets[format::n_offsets / 2][n_lanes][2];
-    float   d[n_lanes];
-    float   d_offset[n_lanes];
-};
-
-struct alignas(32) opened_q8_0 {
-    int16_t q[128][n_lanes][2];
-    float   d[8][n_lanes];
-};
-
-// In packed.cpp.
-extern const layout packed_rows_q4_K, packed_rows_q6_K, packed_rows_q8_0;
 
 }  // namespace slowar
 #endif

@@ -1,7 +1,7 @@
 #include "kernels.h"
 
-#include "avx2.h"
 #include "ggml-cpu.h"
+#include "lanes.h"
 
 #include <algorithm>
 #include <cstring>
@@ -121,11 +121,9 @@ template <int n> void multiply_few_q8_0(const rows & w, const vectors & x, float
             for (int k = 0; k < n_streams; k++) {
                 const block_q8_0 & here = four.row[k][i];
                 ask_for(reinterpret_cast<const char *>(&here) + ahead_bytes, sizeof(here));
-                const __m256i q    = load(here.q);
-                const __m256i size = _mm256_sign_epi8(q, q);
+                const __m256i q = load(here.q);
                 for (int v = 0; v < n; v++) {
-                    const __m256i products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(y[v].q + 32 * j), q));
-                    totals[v][k]           = _mm256_madd_epi16(_mm256_set1_epi16(1), products);
+                    totals[v][k] = by_four(q, load(y[v].q + 32 * j));
                 }
             }
             const __m128 d = factors(four.row, i);
@@ -162,89 +160,110 @@ int64_t n_groups(const rows & w) {
     }
 }
 
-// Eight rows from the g-th eight on; the last again where there are fewer.
+// Eight rows from the r-th on; the last again where there are fewer.
 template <typename block> struct eight_rows {
-    eight_rows(const rows & w, int64_t g) {
-        for (int64_t r = 0; r < n_lanes; r++) {
-            row[r] = reinterpret_cast<const block *>(w.row(std::min(g * n_lanes + r, w.n - 1)));
+    eight_rows(const rows & w, int64_t r) {
+        for (int64_t k = 0; k < 8; k++) {
+            row[k] = reinterpret_cast<const block *>(w.row(std::min(r + k, w.n - 1)));
         }
     }
 
-    const block * row[n_lanes];
+    const block * row[8];
 };
 
-template <typename format> void open(const rows & w, char * tile) {
+// Block i of eight rows into lanes from `lane` on.
+template <typename format>
+void open_eight(const eight_rows<typename format::block> & eight, int64_t i, int64_t lane, opened_block<format> & to) {
     using block = typename format::block;
-    auto * to   = reinterpret_cast<opened_block<format> *>(tile);
+    __m256i bytes[format::n_bytes / 32][8], scales[format::n_scales / 8][8], offsets[8];
+    for (int r = 0; r < 8; r++) {
+        const block & here = eight.row[r][i];
+        ask_for(reinterpret_cast<const char *>(&here + 1), sizeof(here));  // for the first-level cache
+        const format  one(here);
+        const __m128i all = one.all_scales();
+        for (int s = 0; s < format::n_scales / 8; s++) {
+            scales[s][r] = _mm256_cvtepi8_epi32(s == 0 ? all : _mm_unpackhi_epi64(all, all));
+        }
+        offsets[r] = one.offsets();
+        for (int u = 0; u < format::n_bytes / 32; u++) {
+            bytes[u][r] = load(format::bytes(here) + 32 * u);
+        }
+    }
+    for (int k = 0; k < 8; k += 4) {
+        const block * const(&four)[4] = reinterpret_cast<const block * const(&)[4]>(eight.row[k]);
+        __m128 d, d_offset;
+        format::factors_of(four, i, d, d_offset);
+        _mm_store_ps(to.d + lane + k, d);
+        _mm_store_ps(to.d_offset + lane + k, d_offset);
+    }
+    for (auto & bytes_of_32 : bytes) {
+        transpose(bytes_of_32);
+    }
+#    pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        for (int q = 0; q < 8; q++) {
+            store(to.q[8 * j + q][lane], format::numbers(j, [&bytes, q](int u) { return bytes[u][q]; }));
+        }
+    }
+    for (int s = 0; s < format::n_scales; s++) {
+        if (s % 8 == 0) {
+            transpose(scales[s / 8]);
+        }
+        store(to.scales[s] + lane, as_scales(scales[s / 8][s % 8]));
+    }
+    transpose(offsets);
+    for (int k = 0; k < format::n_offsets / 2; k++) {
+        store(to.offsets[k][lane], offsets[k]);
+    }
+}
+
+template <typename format> void open(const rows & w, char * tile) {
+    auto * to = reinterpret_cast<opened_block<format> *>(tile);
     for (int64_t i = 0; i < w.n_blocks; i++) {
         for (int64_t g = 0; g < n_groups(w); g++, to++) {
-            const eight_rows<block> eight(w, g);
-            __m256i                 bytes[format::n_bytes / 32][8], scales[format::n_scales / 8][8], offsets[8];
-            for (int r = 0; r < n_lanes; r++) {
-                const block & here = eight.row[r][i];
-                ask_for(reinterpret_cast<const char *>(&here + 1), sizeof(here));  // for the first-level cache
-                const format  one(here);
-                const __m128i all = one.all_scales();
-                for (int s = 0; s < format::n_scales / 8; s++) {
-                    scales[s][r] = _mm256_cvtepi8_epi32(s == 0 ? all : _mm_unpackhi_epi64(all, all));
-                }
-                offsets[r] = one.offsets();
-                for (int u = 0; u < format::n_bytes / 32; u++) {
-                    bytes[u][r] = load(format::bytes(here) + 32 * u);
-                }
-            }
-            for (int k = 0; k < n_lanes; k += 4) {
-                const block * const(&four)[4] = reinterpret_cast<const block * const(&)[4]>(eight.row[k]);
-                __m128 d, d_offset;
-                format::factors_of(four, i, d, d_offset);
-                _mm_store_ps(to->d + k, d);
-                _mm_store_ps(to->d_offset + k, d_offset);
-            }
-            for (auto & bytes_of_32 : bytes) {
-                transpose(bytes_of_32);
-            }
-#    pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) {
-                for (int q = 0; q < 8; q++) {
-                    store(to->q[8 * j + q], format::numbers(j, [&bytes, q](int u) { return bytes[u][q]; }));
-                }
-            }
-            const __m256i low = _mm256_set1_epi32(0xffff);
-            for (int s = 0; s < format::n_scales; s++) {
-                if (s % 8 == 0) {
-                    transpose(scales[s / 8]);
-                }
-                const __m256i v = scales[s / 8][s % 8];
-                store(to->scales[s], _mm256_or_si256(_mm256_and_si256(v, low), _mm256_slli_epi32(v, 16)));
-            }
-            transpose(offsets);
-            for (int k = 0; k < format::n_offsets / 2; k++) {
-                store(to->offsets[k], offsets[k]);
+            for (int64_t lane = 0; lane < n_lanes; lane += 8) {
+                open_eight<format>({ w, g * n_lanes + lane }, i, lane, *to);
             }
         }
     }
+}
+
+// Numbers of 32 of each of eight rows.
+void open_eight(__m256i (&q)[8], int64_t lane, int64_t j, opened_q8_0 & to) {
+#    if defined(SLOWAR_HAS_VNNI)
+    transpose(q);
+    for (int k = 0; k < 8; k++) {
+        store(to.q[8 * j + k][lane], q[k] ^ _mm256_set1_epi8(char(0x80)));
+    }
+#    else
+    for (int h = 0; h < 2; h++) {
+        __m256i half[8];
+        for (int r = 0; r < 8; r++) {
+            half[r] = _mm256_cvtepi8_epi16(h == 0 ? _mm256_castsi256_si128(q[r]) : _mm256_extracti128_si256(q[r], 1));
+        }
+        transpose(half);
+        for (int k = 0; k < 8; k++) {
+            store(to.q[16 * j + 8 * h + k][lane], half[k]);
+        }
+    }
+#    endif
 }
 
 void open_q8_0(const rows & w, char * tile) {
     auto * to = reinterpret_cast<opened_q8_0 *>(tile);
     for (int64_t i = 0; i < w.n_blocks; i += 8) {
         for (int64_t g = 0; g < n_groups(w); g++, to++) {
-            const eight_rows<block_q8_0> eight(w, g);
-            for (int64_t j = 0; j < std::min<int64_t>(8, w.n_blocks - i); j++) {
-                __m256i halves[2][8];
-                for (int r = 0; r < n_lanes; r++) {
-                    const block_q8_0 & here = eight.row[r][i + j];
-                    ask_for(reinterpret_cast<const char *>(&here + 3), 1);  // a line further: three of 34 bytes
-                    const __m256i q = load(here.q);
-                    halves[0][r]    = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(q));
-                    halves[1][r]    = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(q, 1));
-                    to->d[j][r]     = _cvtsh_ss(here.d);
-                }
-                for (int h = 0; h < 2; h++) {
-                    transpose(halves[h]);
-                    for (int q = 0; q < 8; q++) {
-                        store(to->q[16 * j + 8 * h + q], halves[h][q]);
+            for (int64_t lane = 0; lane < n_lanes; lane += 8) {
+                const eight_rows<block_q8_0> eight(w, g * n_lanes + lane);
+                for (int64_t j = 0; j < std::min<int64_t>(8, w.n_blocks - i); j++) {
+                    __m256i q[8];
+                    for (int r = 0; r < 8; r++) {
+                        const block_q8_0 & here = eight.row[r][i + j];
+                        ask_for(reinterpret_cast<const char *>(&here + 3), 1);  // a line further: three of 34 bytes
+                        q[r]               = load(here.q);
+                        to->d[j][lane + r] = _cvtsh_ss(here.d);
                     }
+                    open_eight(q, lane, j, *to);
                 }
             }
         }
@@ -263,65 +282,64 @@ template <typename block> void ask_for_share(const rows & w, int64_t i, int64_t 
     }
 }
 
-// Eight products with a vector, those that there are.
+// The lanes' products with a vector, those that there are.
 
-__m256 begin(const rows & w, int64_t first, bool adds, const float * out) {
+floats begin(const rows & w, int64_t first, bool adds, const float * out) {
     float all[n_lanes] = {};
     if (adds && w.n - first >= n_lanes) {
-        return _mm256_loadu_ps(out + first);
+        return load_floats(out + first);
     }
     if (adds) {
         std::copy_n(out + first, std::min(n_lanes, w.n - first), all);
     }
-    return _mm256_loadu_ps(all);
+    return load_floats(all);
 }
 
-void give(const rows & w, int64_t first, __m256 products, float * out) {
+void give(const rows & w, int64_t first, floats products, float * out) {
     if (w.n - first >= n_lanes) {
-        _mm256_storeu_ps(out + first, products);
+        store(out + first, products);
         return;
     }
     float all[n_lanes];
-    _mm256_storeu_ps(all, products);
+    store(all, products);
     std::copy_n(all, std::min(n_lanes, w.n - first), out + first);
 }
 
-// Adds the products of a block of g times eight rows with n vectors.
+// Adds the products of a block of g times n_lanes rows with n vectors.
 template <typename format, int g, int n>
 [[gnu::always_inline]] inline void add_block(const opened_block<format> * w, const rounded_block * y,
-                                             __m256 (&acc)[g][n]) {
+                                             floats (&acc)[g][n]) {
     constexpr int n_per_scale = 64 / format::n_scales;
-    __m256i       total[g][n];
-    std::fill_n(total[0], g * n, _mm256_setzero_si256());
-    for (int first = 0; first < 64; first += format::n_quads) {
-        __m256i products[g][n];
+    constexpr int n_at_once   = n_quads<format>();
+    ints          total[g][n];
+    std::fill_n(total[0], g * n, every(0));
+    for (int first = 0; first < 64; first += n_at_once) {
+        ints products[g][n];
 #    pragma GCC unroll 8
-        for (int q = 0; q < format::n_quads; q++) {
+        for (int q = 0; q < n_at_once; q++) {
             for (int v = 0; v < n; v++) {
-                const __m256i four = four_bytes(y[v].q + 4 * (first + q));
+                const ints four = four_bytes(y[v].q + 4 * (first + q));
                 for (int a = 0; a < g; a++) {
-                    const __m256i here = _mm256_maddubs_epi16(load(w[a].q[first + q]), four);
-                    products[a][v]     = q == 0 ? here : now(_mm256_add_epi16(products[a][v], here));
+                    products[a][v] = add_four(q == 0, products[a][v], load_ints(w[a].q[first + q]), four);
                 }
             }
         }
         for (int a = 0; a < g; a++) {
-            const __m256i scales = load(w[a].scales[first / n_per_scale]);
+            const ints scales = load_ints(w[a].scales[first / n_per_scale]);
             for (int v = 0; v < n; v++) {
-                total[a][v] = _mm256_add_epi32(total[a][v], _mm256_madd_epi16(scales, products[a][v]));
+                total[a][v] = plus(total[a][v], scaled(scales, products[a][v]));
             }
         }
     }
     for (int v = 0; v < n; v++) {
-        const __m256 d_y = _mm256_set1_ps(y[v].d);
+        const floats d_y = every(y[v].d);
         for (int a = 0; a < g; a++) {
-            __m256i offset = _mm256_setzero_si256();
+            ints offset = every(0);
             for (int k = 0; k < format::n_offsets / 2; k++) {
-                const __m256i two = four_bytes(format::sums_of(y[v]) + 2 * k);
-                offset            = _mm256_add_epi32(offset, _mm256_madd_epi16(load(w[a].offsets[k]), two));
+                offset = plus(offset, by_two(load_ints(w[a].offsets[k]), four_bytes(format::sums_of(y[v]) + 2 * k)));
             }
-            acc[a][v] = add(acc[a][v], _mm256_mul_ps(_mm256_load_ps(w[a].d), d_y), total[a][v]);
-            acc[a][v] = add(acc[a][v], _mm256_mul_ps(_mm256_load_ps(w[a].d_offset), d_y), offset);
+            acc[a][v] = add(acc[a][v], load_floats(w[a].d) * d_y, total[a][v]);
+            acc[a][v] = add(acc[a][v], load_floats(w[a].d_offset) * d_y, offset);
         }
     }
 }
@@ -329,28 +347,47 @@ template <typename format, int g, int n>
 // And of up to eight blocks of Q8_0.
 template <int g, int n>
 [[gnu::always_inline]] inline void add_blocks(const opened_q8_0 * w, const rounded_block * y, int64_t n_blocks,
-                                              __m256 (&acc)[g][n]) {
+                                              floats (&acc)[g][n]) {
+#    if !defined(SLOWAR_HAS_VNNI)
     alignas(32) int16_t numbers[n][256];
     for (int v = 0; v < n; v++) {
         for (int k = 0; k < 256; k += 16) {
             store(numbers[v] + k, _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i *>(y[v].q + k))));
         }
     }
+#    endif
     for (int64_t j = 0; j < n_blocks; j++) {
-        __m256i total[g][n];
-#    pragma GCC unroll 16
-        for (int q = 0; q < 16; q++) {
+        ints total[g][n];
+#    if defined(SLOWAR_HAS_VNNI)
+        for (int v = 0; v < n; v++) {
+            for (int a = 0; a < g; a++) {
+                total[a][v] = lifted_start(y[v].sums_32[j]);
+            }
+        }
+#        pragma GCC unroll 8
+        for (int q = 0; q < 8; q++) {
             for (int v = 0; v < n; v++) {
-                const __m256i two = four_bytes(numbers[v] + 32 * j + 2 * q);
+                const ints four = four_bytes(y[v].q + 32 * j + 4 * q);
                 for (int a = 0; a < g; a++) {
-                    const __m256i here = _mm256_madd_epi16(load(w[a].q[16 * j + q]), two);
-                    total[a][v]        = q == 0 ? here : now(_mm256_add_epi32(total[a][v], here));
+                    total[a][v] = add_four(false, total[a][v], load_ints(w[a].q[8 * j + q]), four);
                 }
             }
         }
+#    else
+#        pragma GCC unroll 16
+        for (int q = 0; q < 16; q++) {
+            for (int v = 0; v < n; v++) {
+                const ints two = four_bytes(numbers[v] + 32 * j + 2 * q);
+                for (int a = 0; a < g; a++) {
+                    const ints here = by_two(load_ints(w[a].q[16 * j + q]), two);
+                    total[a][v]     = q == 0 ? here : now(plus(total[a][v], here));
+                }
+            }
+        }
+#    endif
         for (int v = 0; v < n; v++) {
             for (int a = 0; a < g; a++) {
-                const __m256 d = _mm256_mul_ps(_mm256_load_ps(w[a].d[j]), _mm256_set1_ps(y[v].factors[j]));
+                const floats d = load_floats(w[a].d[j]) * every(y[v].factors[j]);
                 acc[a][v]      = add(acc[a][v], d, total[a][v]);
             }
         }
@@ -360,7 +397,7 @@ template <int g, int n>
 template <typename format, int g, int n>
 void multiply_opened(const rows & w, const char * tile, const rows & next, const vectors & x, bool adds, float * out,
                      int64_t n_out) {
-    __m256 acc[g][n];
+    floats acc[g][n];
     for (int v = 0; v < n; v++) {
         for (int a = 0; a < g; a++) {
             acc[a][v] = begin(w, a * n_lanes, adds, out + v * n_out);

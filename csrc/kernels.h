@@ -6,6 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__)
+#    define SLOWAR_HAS_VNNI
+#endif
+
 namespace slowar {
 
 // Vectors that rows are multiplied by at once: their sums have to stay in registers, beside what they are made of.
@@ -13,7 +18,11 @@ constexpr int n_few = 4;
 
 // With more vectors rows are decoded once for all of them, a tile of so many rows and blocks of 256 at a time, which
 // stays in the second-level cache.
-constexpr int64_t n_lanes     = 8;  // numbers of 32 bits in a register, each of another row
+#if defined(SLOWAR_HAS_VNNI)
+constexpr int64_t n_lanes = 16;  // numbers of 32 bits in a register, each of another row
+#else
+constexpr int64_t n_lanes = 8;
+#endif
 constexpr int64_t tile_rows   = 2 * n_lanes;
 constexpr int64_t tile_blocks = 16;
 
@@ -24,8 +33,8 @@ struct alignas(32) rounded_block {
         int16_t sums_16[16];  // of each sixteen
         float   factors[8];   // of each 32, where a matrix is of Q8_0
     };
-    int16_t sums_32[8];
-    float   d;  // else the factor of all
+    int16_t sums_32[8];  // of each 32
+    float   d;           // else the factor of all
 };
 
 // Block after block of all vectors, so that those of a few vectors lie together.
@@ -77,7 +86,7 @@ struct kernel {
     size_t         rounded_bytes;  // of ggml's blocks of vectors
     size_t         opened_bytes;   // of n_lanes rows of 256
     layout         apart;          // one row behind the other, as in the file
-    const layout * packed;         // eight at a time, side by side
+    const layout * packed;         // n_lanes at a time, side by side
     many_t         many[n_few];
 };
 

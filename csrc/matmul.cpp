@@ -8,7 +8,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <new>
+#include <numeric>
 
 namespace slowar {
 
@@ -22,6 +24,9 @@ struct work_list {
     std::atomic<int64_t> next;
     char                 apart[56];  // from the next list and from what is read all the time
 };
+
+// A line of the caches: a register of any width lies in one.
+constexpr size_t tile_alignment = 64;
 
 constexpr size_t lists_bytes = max_products * sizeof(work_list);
 
@@ -40,6 +45,7 @@ void round(ggml_type type, const float * x, int64_t n, rounded_block & to) {
         for (int64_t j = 0; j < n / 32; j++) {
             std::memcpy(to.q + 32 * j, b[j].q, sizeof(b[j].q));
             to.factors[j] = ggml_fp16_to_fp32(b[j].d);
+            to.sums_32[j] = int16_t(std::accumulate(b[j].q, std::end(b[j].q), 0));
         }
     } else {
         block_q8_K b = {};  // ggml leaves the sums of a block of zeros as they were
@@ -174,7 +180,7 @@ void run_product(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const kernel &      k     = *kernel_for(w->type);
     const int64_t       n_x   = n_vectors(w, dst->src[1]);
     float *             out   = static_cast<float *>(dst->data);
-    char *              tiles = reinterpret_cast<char *>(out + GGML_PAD(w->ne[1] * n_x, 16));
+    char *              tiles = reinterpret_cast<char *>(GGML_PAD(uintptr_t(out + w->ne[1] * n_x), tile_alignment));
     const job           t     = { k,          layout_of(w, k),
                                   rows_of(w), { reinterpret_cast<rounded_block *>(lists + lists_bytes), n_x },
                                   out,        tiles + size_t(ith) * tile_bytes(w, n_x) };
@@ -228,10 +234,10 @@ ggml_tensor * product(ggml_context * ctx, ggml_tensor * w, ggml_tensor * x, int 
     ggml_tensor * args[] = { w, x };
 
     // Each thread's room for a tile lies behind the result: memory that the graph's allocator plans like any other.
-    const int64_t n_room = n_threads * int64_t(tile_bytes(w, n_x) / sizeof(float));
-    const int64_t n_all  = w->ne[1] * n_x;
-    ggml_tensor * all = ggml_custom_4d(ctx, GGML_TYPE_F32, GGML_PAD(n_all, 16) + n_room, 1, 1, 1, args, 2, run_product,
-                                       GGML_N_TASKS_MAX, reinterpret_cast<void *>(intptr_t(i)));
+    const size_t  n_room = size_t(n_threads) * tile_bytes(w, n_x);
+    const int64_t n_all  = w->ne[1] * n_x + int64_t((n_room > 0 ? n_room + tile_alignment : 0) / sizeof(float));
+    ggml_tensor * all    = ggml_custom_4d(ctx, GGML_TYPE_F32, n_all, 1, 1, 1, args, 2, run_product, GGML_N_TASKS_MAX,
+                                          reinterpret_cast<void *>(intptr_t(i)));
     return ggml_view_2d(ctx, all, w->ne[1], n_x, size_t(w->ne[1]) * sizeof(float), 0);
 }
 

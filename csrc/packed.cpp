@@ -1,4 +1,4 @@
-#include "avx2.h"
+#include "lanes.h"
 
 #ifdef SLOWAR_HAS_PRODUCTS
 
@@ -16,7 +16,7 @@ constexpr size_t ahead_bytes = 512;
 // Sums at once, where there are not more of one place: about as many as stay in registers.
 constexpr int n_sums = 8;
 
-// Eight rows of a block side by side: as many bytes as in the file, in the order in which they are read. Memory delivers
+// n_lanes rows of a block side by side: as many bytes as in the file, in the order in which they are read. Memory delivers
 // at half the rate where a place is read in another order.
 
 struct packed_block_q4_K {
@@ -42,23 +42,7 @@ static_assert(sizeof(packed_block_q4_K) == n_lanes * sizeof(block_q4_K) &&
                   sizeof(packed_block_q8_0) == n_lanes * sizeof(block_q8_0),
               "they lie in place of the rows");
 
-// Which bytes of each lane's four become the low bytes of its two 16-bit numbers, for a shuffle; the rest is 0.
-__m256i low_bytes(int first, int second) {
-    const __m256i lanes =
-        _mm256_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0, 0x0c0c0c0c, 0x08080808, 0x04040404, 0);
-    return _mm256_or_si256(lanes, _mm256_set1_epi32(int(0x80008000u) | second << 16 | first));
-}
-
-// The same with a sign: their high bytes, to be shifted down.
-__m256i signed_bytes(__m256i v, int first, int second) {
-    return _mm256_srai_epi16(_mm256_shuffle_epi8(v, _mm256_slli_epi16(low_bytes(first, second), 8)), 8);
-}
-
-__m256 eight_factors(const uint16_t (&d)[n_lanes]) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(d)));
-}
-
-// What is read of a block before its numbers, in a register for eight rows: scales(s) of the s-th sum, twice in each lane;
+// What is read of a block before its numbers, in a register for n_lanes rows: scales(s) of the s-th sum,
 // offsets(k) the 2k-th and the one behind it.
 
 class packed_q4_K {
@@ -74,26 +58,26 @@ class packed_q4_K {
     packed_q4_K() = default;
 
     explicit packed_q4_K(const block & w) {
-        const __m256i a    = load(w.scales[0]);
-        const __m256i b    = load(w.scales[1]);
-        const __m256i c    = load(w.scales[2]);
-        const __m256i six  = _mm256_set1_epi8(0x3f);
-        const __m256i low  = _mm256_and_si256(_mm256_srli_epi16(a, 6), _mm256_set1_epi8(0x03));
-        const __m256i mid  = _mm256_and_si256(_mm256_srli_epi16(b, 4), _mm256_set1_epi8(0x0c));
-        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(c, 2), _mm256_set1_epi8(0x30));
-        scale_[0]          = _mm256_and_si256(a, six);
-        scale_[1]          = _mm256_and_si256(b, six);
-        least_[0]          = _mm256_and_si256(c, six);
-        least_[1]          = _mm256_or_si256(_mm256_or_si256(low, mid), high);
+        const ints a    = load_ints(w.scales[0]);
+        const ints b    = load_ints(w.scales[1]);
+        const ints c    = load_ints(w.scales[2]);
+        const ints six  = every_byte(0x3f, a);
+        const ints low  = right(a, 6) & every_byte(0x03, a);
+        const ints mid  = right(b, 4) & every_byte(0x0c, b);
+        const ints high = right(c, 2) & every_byte(0x30, c);
+        scale_[0]       = a & six;
+        scale_[1]       = b & six;
+        least_[0]       = c & six;
+        least_[1]       = low | mid | high;
     }
 
-    __m256i scales(int s) const { return _mm256_shuffle_epi8(scale_[s / 4], low_bytes(s % 4, s % 4)); }
+    ints scales(int s) const { return scale(scale_[s / 4], s % 4); }
 
-    __m256i offsets(int k) const { return _mm256_shuffle_epi8(least_[k / 2], low_bytes(k % 2 * 2, k % 2 * 2 + 1)); }
+    ints offsets(int k) const { return pair(least_[k / 2], k % 2 * 2, k % 2 * 2 + 1); }
 
-    static void factors_of(const block & w, __m256 & d, __m256 & d_offset) {
-        d        = eight_factors(w.d);
-        d_offset = -eight_factors(w.dmin);
+    static void factors_of(const block & w, floats & d, floats & d_offset) {
+        d        = load_halves(w.d);
+        d_offset = -load_halves(w.dmin);
     }
 
     // Where numbers 4q to 4q + 3 of each row's u-th 32 bytes lie.
@@ -115,8 +99,8 @@ class packed_q4_K {
     }
 
   private:
-    __m256i scale_[2];
-    __m256i least_[2];
+    ints scale_[2];
+    ints least_[2];
 };
 
 class packed_q6_K {
@@ -133,13 +117,13 @@ class packed_q6_K {
 
     explicit packed_q6_K(const block & w) : w_(&w) {}
 
-    __m256i scales(int s) const { return signed_bytes(load(w_->scales[s / 4]), s % 4, s % 4); }
+    ints scales(int s) const { return signed_scale(load_ints(w_->scales[s / 4]), s % 4); }
 
-    __m256i offsets(int k) const { return signed_bytes(load(w_->scales[k / 2]), k % 2 * 2, k % 2 * 2 + 1); }
+    ints offsets(int k) const { return signed_pair(load_ints(w_->scales[k / 2]), k % 2 * 2, k % 2 * 2 + 1); }
 
-    static void factors_of(const block & w, __m256 & d, __m256 & d_offset) {
-        d        = eight_factors(w.d);
-        d_offset = _mm256_mul_ps(d, _mm256_set1_ps(-32));
+    static void factors_of(const block & w, floats & d, floats & d_offset) {
+        d        = load_halves(w.d);
+        d_offset = d * every(-32.0f);
     }
 
     // Two times 32 low bytes are read with the high ones of the same groups.
@@ -194,7 +178,7 @@ template <typename packed> void pack(const rows & w, char * to) {
     }
 }
 
-// The first block of each eight rows, those of the g-th and of as many others.
+// The first block of each n_lanes rows, those of the g-th and of as many others.
 template <typename block, int n> struct groups {
     groups(const rows & w, int64_t g, int64_t apart) {
         for (int p = 0; p < n; p++) {
@@ -205,11 +189,11 @@ template <typename block, int n> struct groups {
     const block * at[n];
 };
 
-// Adds the products of a block of eight rows here and there with n vectors. Every few numbers the next place has its turn:
-// memory delivers several streams faster than one.
+// Adds the products of a block of n_lanes rows here and there with n vectors. Every few numbers the next place has its
+// turn: memory delivers several streams faster than one.
 template <typename packed, int n, int n_streams>
 [[gnu::always_inline]] inline void add_packed(const groups<typename packed::block, n_streams> & from, int64_t i,
-                                              const rounded_block * y, __m256 (&acc)[n_streams][n]) {
+                                              const rounded_block * y, floats (&acc)[n_streams][n]) {
     using format = typename packed::format;
     using block  = typename packed::block;
 
@@ -217,71 +201,70 @@ template <typename packed, int n, int n_streams>
     constexpr int n_steps     = 8 / n_groups;
     constexpr int n_registers = format::n_bytes / 32 / n_steps;
     constexpr int n_per_scale = 64 / format::n_scales;
+    constexpr int n_at_once   = n_quads<format>();
+    constexpr int n_per_line  = 64 / int(sizeof(ints));
 
     packed      one[n_streams];
-    __m256i     total[n_streams][n], offset[n_streams][n];
+    ints        total[n_streams][n], offset[n_streams][n];
 #    pragma GCC unroll 1
     for (int p = 0; p < n_streams; p++) {
         const block & w = from.at[p][i];
         ask_for(reinterpret_cast<const char *>(&w) + ahead_bytes, sizeof(block) - sizeof(w.q));
         one[p] = packed(w);
         for (int v = 0; v < n; v++) {
-            total[p][v]  = _mm256_setzero_si256();
-            offset[p][v] = _mm256_setzero_si256();
+            total[p][v]  = every(0);
+            offset[p][v] = every(0);
         }
         for (int k = 0; k < format::n_offsets / 2; k++) {
-            const __m256i least = one[p].offsets(k);
+            const ints least = one[p].offsets(k);
             for (int v = 0; v < n; v++) {
-                const __m256i two = four_bytes(format::sums_of(y[v]) + 2 * k);
-                offset[p][v]      = _mm256_add_epi32(offset[p][v], _mm256_madd_epi16(least, two));
+                const ints two = four_bytes(format::sums_of(y[v]) + 2 * k);
+                offset[p][v]   = plus(offset[p][v], by_two(least, two));
             }
         }
     }
 #    pragma GCC unroll 4
     for (int step = 0; step < n_steps; step++) {
-        for (int first = 0; first < 8; first += format::n_quads) {
-            __m256i products[n_streams][n_groups][n];
+        for (int first = 0; first < 8; first += n_at_once) {
+            ints products[n_streams][n_groups][n];
 #    pragma GCC unroll 8
-            for (int q = first; q < first + format::n_quads; q++) {
+            for (int q = first; q < first + n_at_once; q++) {
 #    pragma GCC unroll 4
                 for (int p = 0; p < n_streams; p++) {
                     const block & w = from.at[p][i];
-                    if (q % 2 == 0) {
+                    if (q % n_per_line == 0) {
                         const auto * here = w.q[n_registers * (8 * step + q)];
                         ask_for(reinterpret_cast<const char *>(here) + ahead_bytes, 64 * n_registers);
                     }
                     for (int g = 0; g < n_groups; g++) {
-                        const int     j = n_groups * step + g;
-                        const __m256i numbers =
-                            format::numbers(j, [&w, q](int u) { return load(w.q[packed::place(u, q)]); });
+                        const int  j = n_groups * step + g;
+                        const ints numbers =
+                            format::numbers(j, [&w, q](int u) { return load_ints(w.q[packed::place(u, q)]); });
                         for (int v = 0; v < n; v++) {
-                            const __m256i four = four_bytes(y[v].q + 32 * j + 4 * q);
-                            const __m256i more = _mm256_maddubs_epi16(numbers, four);
-                            __m256i &     sum  = products[p][g][v];
-                            sum                = q == first ? more : now(_mm256_add_epi16(sum, more));
+                            ints & sum = products[p][g][v];
+                            sum        = add_four(q == first, sum, numbers, four_bytes(y[v].q + 32 * j + 4 * q));
                         }
                     }
                 }
             }
             for (int p = 0; p < n_streams; p++) {
                 for (int g = 0; g < n_groups; g++) {
-                    const int     j      = n_groups * step + g;
-                    const __m256i scales = one[p].scales((8 * j + first) / n_per_scale);
+                    const int  j      = n_groups * step + g;
+                    const ints scales = one[p].scales((8 * j + first) / n_per_scale);
                     for (int v = 0; v < n; v++) {
-                        const __m256i here = _mm256_madd_epi16(scales, products[p][g][v]);
-                        total[p][v]        = _mm256_add_epi32(total[p][v], here);
+                        total[p][v] = plus(total[p][v], scaled(scales, products[p][g][v]));
                     }
                 }
             }
         }
     }
     for (int p = 0; p < n_streams; p++) {
-        __m256 d, d_offset;
+        floats d, d_offset;
         packed::factors_of(from.at[p][i], d, d_offset);
         for (int v = 0; v < n; v++) {
-            const __m256 d_y = _mm256_set1_ps(y[v].d);
-            acc[p][v]        = add(acc[p][v], _mm256_mul_ps(d, d_y), total[p][v]);
-            acc[p][v]        = add(acc[p][v], _mm256_mul_ps(d_offset, d_y), offset[p][v]);
+            const floats d_y = every(y[v].d);
+            acc[p][v]        = add(acc[p][v], d * d_y, total[p][v]);
+            acc[p][v]        = add(acc[p][v], d_offset * d_y, offset[p][v]);
         }
     }
 }
@@ -290,9 +273,10 @@ template <typename packed, int n, int n_streams>
 template <int n, int n_streams>
 [[gnu::always_inline]] inline void add_packed_q8_0(const groups<packed_block_q8_0, n_streams> & from, int64_t i,
                                                    int64_t n_blocks, const rounded_block * y,
-                                                   __m256 (&acc)[n_streams][n]) {
+                                                   floats (&acc)[n_streams][n]) {
+    constexpr int n_per_line = 64 / int(sizeof(ints));
     for (int64_t j = 0; j < n_blocks; j++) {
-        __m256i total[n_streams][n];
+        ints total[n_streams][n];
 #    pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
 #    pragma GCC unroll 4
@@ -300,34 +284,32 @@ template <int n, int n_streams>
                 const packed_block_q8_0 & w = from.at[p][i + j];
                 if (q == 0) {
                     ask_for(reinterpret_cast<const char *>(&w) + ahead_bytes, sizeof(w.d) + 64);
-                } else if (q % 2 == 0) {
+                } else if (q % n_per_line == 0) {
                     ask_for(reinterpret_cast<const char *>(w.q[q]) + ahead_bytes, 64);
                 }
-                const __m256i numbers = load(w.q[q]);
-                const __m256i size    = _mm256_sign_epi8(numbers, numbers);
+                const ints numbers = load_ints(w.q[q]);
                 for (int v = 0; v < n; v++) {
-                    const __m256i four = _mm256_sign_epi8(four_bytes(y[v].q + 32 * j + 4 * q), numbers);
-                    const __m256i more = _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(size, four));
-                    total[p][v]        = q == 0 ? more : now(_mm256_add_epi32(total[p][v], more));
+                    const ints four = four_bytes(y[v].q + 32 * j + 4 * q);
+                    total[p][v]     = add_four_signed(q == 0, total[p][v], numbers, four, y[v].sums_32[j]);
                 }
             }
         }
         for (int p = 0; p < n_streams; p++) {
-            const __m256 d = eight_factors(from.at[p][i + j].d);
+            const floats d = load_halves(from.at[p][i + j].d);
             for (int v = 0; v < n; v++) {
-                acc[p][v] = add(acc[p][v], _mm256_mul_ps(d, _mm256_set1_ps(y[v].factors[j])), total[p][v]);
+                acc[p][v] = add(acc[p][v], d * every(y[v].factors[j]), total[p][v]);
             }
         }
     }
 }
 
-// The g-th eight rows, and as many others that lie so far apart.
+// The g-th n_lanes rows, and as many others that lie so far apart.
 template <typename packed, int n, int n_streams>
 void multiply_groups(const rows & w, const vectors & x, int64_t g, int64_t apart, float * out, int64_t n_out) {
     const groups<typename packed::block, n_streams> from(w, g, apart);
 
-    __m256 acc[n_streams][n];
-    std::fill_n(acc[0], n_streams * n, _mm256_setzero_ps());
+    floats acc[n_streams][n];
+    std::fill_n(acc[0], n_streams * n, every(0.0f));
     if constexpr (std::is_same_v<packed, packed_q8_0>) {
         for (int64_t i = 0; i < w.n_blocks; i += 8) {
             add_packed_q8_0(from, i, std::min<int64_t>(8, w.n_blocks - i), x.block(i / 8), acc);
@@ -339,7 +321,7 @@ void multiply_groups(const rows & w, const vectors & x, int64_t g, int64_t apart
     }
     for (int p = 0; p < n_streams; p++) {
         for (int v = 0; v < n; v++) {
-            _mm256_storeu_ps(out + v * n_out + (g + p * apart) * n_lanes, acc[p][v]);
+            store(out + v * n_out + (g + p * apart) * n_lanes, acc[p][v]);
         }
     }
 }
@@ -369,15 +351,15 @@ template <typename packed> void open(const rows & w, char * tile) {
             for (int k = 0; k < format::n_offsets / 2; k++) {
                 store(to->offsets[k], one.offsets(k));
             }
-            __m256 d, d_offset;
+            floats d, d_offset;
             packed::factors_of(from, d, d_offset);
-            _mm256_store_ps(to->d, d);
-            _mm256_store_ps(to->d_offset, d_offset);
+            store(to->d, d);
+            store(to->d_offset, d_offset);
 #    pragma GCC unroll 8
             for (int j = 0; j < 8; j++) {
                 for (int q = 0; q < 8; q++) {
                     const auto bytes = [&from, q](int u) {
-                        return load(from.q[packed::place(u, q)]);
+                        return load_ints(from.q[packed::place(u, q)]);
                     };
                     store(to->q[8 * j + q], format::numbers(j, bytes));
                 }
@@ -392,11 +374,17 @@ template <> void open<packed_q8_0>(const rows & w, char * tile) {
         for (int64_t g = 0; g < w.n / n_lanes; g++, to++) {
             const auto * from = reinterpret_cast<const packed_block_q8_0 *>(w.row(g * n_lanes)) + i;
             for (int64_t j = 0; j < std::min<int64_t>(8, w.n_blocks - i); j++) {
+#    if defined(SLOWAR_HAS_VNNI)
+                for (int q = 0; q < 8; q++) {
+                    store(to->q[8 * j + q], lifted(load_ints(from[j].q[q])));
+                }
+#    else
                 for (int q = 0; q < 16; q++) {
                     const int first = 2 * (q % 2);
-                    store(to->q[16 * j + q], signed_bytes(load(from[j].q[q / 2]), first, first + 1));
+                    store(to->q[16 * j + q], signed_pair(load_ints(from[j].q[q / 2]), first, first + 1));
                 }
-                _mm256_store_ps(to->d[j], eight_factors(from[j].d));
+#    endif
+                store(to->d[j], load_halves(from[j].d));
             }
         }
     }

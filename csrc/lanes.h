@@ -1,0 +1,237 @@
+// Registers with a number of 32 bits of each of several rows, or four small ones of each: eight rows with AVX2, sixteen
+// with AVX-512 and VNNI, which adds up the products of four small numbers at once. And tiles of rows that lie so.
+#pragma once
+
+#include "avx2.h"
+
+#ifdef SLOWAR_HAS_PRODUCTS
+
+namespace slowar {
+
+#    if defined(SLOWAR_HAS_VNNI)
+
+using ints   = __m512i;
+using floats = __m512;
+
+inline ints every(int32_t v) {
+    return _mm512_set1_epi32(v);
+}
+
+inline ints load_ints(const void * p) {
+    return _mm512_loadu_si512(p);
+}
+
+inline void store(void * p, ints v) {
+    _mm512_storeu_si512(p, v);
+}
+
+inline ints plus(ints a, ints b) {
+    return _mm512_add_epi32(a, b);
+}
+
+// Each lane's products of two numbers of 16 bits, added up.
+inline ints by_two(ints a, ints b) {
+    return _mm512_madd_epi16(a, b);
+}
+
+// sum + each lane's products of four bytes without a sign and four with one; the first such sum begins anew.
+inline ints add_four(bool is_first, ints sum, ints w, ints x) {
+    return _mm512_dpbusd_epi32(is_first ? _mm512_setzero_si512() : sum, w, x);
+}
+
+// Such a sum times the scales of scale() and signed_scale().
+inline ints scaled(ints scales, ints sum) {
+    return _mm512_mullo_epi32(scales, sum);
+}
+
+// How many may be added up before the sum is scaled, where `most` is the largest number without a sign.
+constexpr int quads_at_once(int n_per_scale, int /*most*/) {
+    return n_per_scale;
+}
+
+// Each lane's four bytes in the order of the bytes of `which`; 0 for 0x80.
+inline ints shuffle(ints v, uint32_t which) {
+    const __m128i lanes = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_or_si128(lanes, _mm_set1_epi32(int(which)))));
+}
+
+// Two numbers of 16 bits from their high bytes.
+inline ints from_high_bytes(ints v) {
+    return _mm512_srai_epi16(v, 8);
+}
+
+inline ints scale(ints v, int i) {
+    return shuffle(v, 0x80808000u | uint32_t(i));
+}
+
+inline ints signed_scale(ints v, int i) {
+    return _mm512_srai_epi32(shuffle(v, 0x00808080u | uint32_t(i) << 24), 24);
+}
+
+// Numbers of 32 bits as such scales.
+inline __m256i as_scales(__m256i v) {
+    return v;
+}
+
+// With a sign, w is lifted above 0 by 128, which 128 times the sum of x makes up for.
+inline ints lifted(ints w) {
+    return w ^ every_byte(char(0x80), w);
+}
+
+inline ints lifted_start(int sum_x) {
+    return every(-128 * sum_x);
+}
+
+inline ints add_four_signed(bool is_first, ints sum, ints w, ints x, int sum_x) {
+    return _mm512_dpbusd_epi32(is_first ? lifted_start(sum_x) : sum, lifted(w), x);
+}
+
+inline floats every(float v) {
+    return _mm512_set1_ps(v);
+}
+
+inline floats load_floats(const float * p) {
+    return _mm512_loadu_ps(p);
+}
+
+inline floats load_halves(const uint16_t * p) {
+    return _mm512_cvtph_ps(load(p));
+}
+
+inline void store(float * p, floats v) {
+    _mm512_storeu_ps(p, v);
+}
+
+// acc + factor * integers
+inline floats add(floats acc, floats factor, ints integers) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers), factor, acc);
+}
+
+#    else
+
+using ints   = __m256i;
+using floats = __m256;
+
+inline ints every(int32_t v) {
+    return _mm256_set1_epi32(v);
+}
+
+inline ints load_ints(const void * p) {
+    return load(p);
+}
+
+inline ints plus(ints a, ints b) {
+    return _mm256_add_epi32(a, b);
+}
+
+inline ints by_two(ints a, ints b) {
+    return _mm256_madd_epi16(a, b);
+}
+
+// In two sums of 16 bits.
+inline ints add_four(bool is_first, ints sum, ints w, ints x) {
+    const ints products = _mm256_maddubs_epi16(w, x);
+    return is_first ? products : now(_mm256_add_epi16(sum, products));
+}
+
+inline ints scaled(ints scales, ints sum) {
+    return by_two(scales, sum);
+}
+
+constexpr int quads_at_once(int n_per_scale, int most) {
+    return n_per_scale * 2 * most * 127 <= INT16_MAX ? n_per_scale : quads_at_once(n_per_scale / 2, most);
+}
+
+inline ints shuffle(ints v, uint32_t which) {
+    const __m128i lanes = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+    return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_or_si128(lanes, _mm_set1_epi32(int(which)))));
+}
+
+inline ints from_high_bytes(ints v) {
+    return _mm256_srai_epi16(v, 8);
+}
+
+// Twice, for two sums.
+inline ints scale(ints v, int i) {
+    return shuffle(v, 0x80008000u | uint32_t(i) * 0x00010001u);
+}
+
+inline ints signed_scale(ints v, int i) {
+    return from_high_bytes(shuffle(v, 0x00800080u | uint32_t(i) * 0x01000100u));
+}
+
+inline __m256i as_scales(__m256i v) {
+    return _mm256_or_si256(_mm256_and_si256(v, every(0xffff)), _mm256_slli_epi32(v, 16));
+}
+
+inline ints add_four_signed(bool is_first, ints sum, ints w, ints x, int) {
+    const ints products = by_four(w, x);
+    return is_first ? products : now(plus(sum, products));
+}
+
+inline floats every(float v) {
+    return _mm256_set1_ps(v);
+}
+
+inline floats load_floats(const float * p) {
+    return _mm256_loadu_ps(p);
+}
+
+inline floats load_halves(const uint16_t * p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+
+inline void store(float * p, floats v) {
+    _mm256_storeu_ps(p, v);
+}
+
+#    endif
+
+// Bytes i and j of each four as two numbers of 16 bits.
+inline ints pair(ints v, int i, int j) {
+    return shuffle(v, 0x80008000u | uint32_t(j) << 16 | uint32_t(i));
+}
+
+inline ints signed_pair(ints v, int i, int j) {
+    return from_high_bytes(shuffle(v, 0x00800080u | uint32_t(j) << 24 | uint32_t(i) << 8));
+}
+
+// Four bytes, or two numbers of 16 bits, in each lane.
+inline ints four_bytes(const void * p) {
+    int32_t v;
+    std::memcpy(&v, p, sizeof(v));
+    return every(v);
+}
+
+template <typename format> constexpr int n_quads() {
+    return quads_at_once(64 / format::n_scales, format::most);
+}
+
+// A block of n_lanes rows: four numbers of each side by side.
+
+template <typename format> struct alignas(64) opened_block {
+    uint8_t q[64][n_lanes][4];
+    int32_t scales[format::n_scales][n_lanes];  // as scale() gives them
+    int16_t offsets[format::n_offsets / 2][n_lanes][2];
+    float   d[n_lanes];
+    float   d_offset[n_lanes];
+};
+
+#    if defined(SLOWAR_HAS_VNNI)
+struct alignas(64) opened_q8_0 {
+    uint8_t q[64][n_lanes][4];  // lifted
+    float   d[8][n_lanes];
+};
+#    else
+// Two numbers of 16 bits.
+struct alignas(64) opened_q8_0 {
+    int16_t q[128][n_lanes][2];
+    float   d[8][n_lanes];
+};
+#    endif
+
+// In packed.cpp.
+extern const layout packed_rows_q4_K, packed_rows_q6_K, packed_rows_q8_0;
+
+}  // namespace slowar
+#endif
