@@ -16,7 +16,7 @@ namespace slowar {
 // Whether product() has a kernel for this matrix, where it lies.
 bool has_product(const ggml_tensor * w);
 
-// A matrix may lie packed in host memory: eight rows at a time side by side, in the order in which a product reads them.
+// A matrix may lie packed in host memory: n_lanes rows at a time side by side, in the order in which a product reads them.
 // It takes as many bytes as in the file. Nothing but a product can read it.
 
 // Whether there is a kernel for such a matrix, packed.

@@ -80,11 +80,21 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 def has_products() -> bool:
     """Whether the library under test has them: code for a level, or for the CPU it was built on."""
+    return has_code(("x86-64-v3", "x86-64-v4"), {"avx2", "fma", "f16c"})
+
+
+def rows_packed() -> int:
+    """How many rows lie side by side: as many as numbers of 32 bits in a register (csrc/kernels.h)."""
+    extensions = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
+    return 16 if has_code(("x86-64-v4",), extensions) else 8
+
+
+def has_code(levels: tuple[str, ...], extensions: set[str]) -> bool:
     code = build_info().split("CPU code: ")[1].split(",")[0]
     if code != "native":
-        return code in ("x86-64-v3", "x86-64-v4")
+        return code in levels
     cpus = Path("/proc/cpuinfo")
-    return cpus.exists() and {"avx2", "fma", "f16c"} <= set(cpus.read_text().split())
+    return cpus.exists() and extensions <= set(cpus.read_text().split())
 
 
 def make_prompt(config: Config, n: int, *, seed: int = 0) -> Tokens:

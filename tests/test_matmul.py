@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import has_products, make_prompt
+from conftest import has_products, make_prompt, rows_packed
 from gguf_edit import U8, U32, Gguf, Pair
 from test_parity import relative_error
 
@@ -136,11 +136,13 @@ def test_rows_that_end_within_a_block_of_a_vector(n: int, tmp_path: Path, repack
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("n", [1, 2, 4, 9, 40])
 @pytest.mark.parametrize(
-    ("head_dim", "is_packed"), [(4, True), (2, False)], ids=["33 eights", "32 eights and a half"]
+    ("head_dim", "n_rows"),
+    [(8, 272), (4, 264), (2, 260)],
+    ids=["17 sixteens", "33 eights", "32 eights and a half"],
 )
 @pytest.mark.sanitize
-def test_rows_in_eights(type: str, n: int, head_dim: int, is_packed: bool, tmp_path: Path) -> None:
-    """264 rows of wqkv end with half a tile; 260 cannot be packed and stay where they are."""
+def test_rows_in_groups(type: str, n: int, head_dim: int, n_rows: int, tmp_path: Path) -> None:
+    """Rows of wqkv that end with half a tile; where groups have no end they stay where they are."""
     heads = 256 // head_dim
     config = replace(CONFIG, n_embd=512, n_head=heads, n_head_kv=1, head_dim=head_dim)
     path = tmp_path / f"{type}.gguf"
@@ -149,7 +151,7 @@ def test_rows_in_eights(type: str, n: int, head_dim: int, is_packed: bool, tmp_p
         if has_products():
             where = {t.name: t.where for t in odd.tensors()}
             assert where["layers.0.attention.wqkv.weight"] == (
-                "repacked" if is_packed else "mapped"
+                "mapped" if n_rows % rows_packed() else "repacked"
             )
             assert where["layers.0.attention.wo.weight"] == "repacked"
         for found, expected in products(odd, n, 2):
