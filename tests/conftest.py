@@ -84,7 +84,7 @@ def has_products() -> bool:
 
 
 def rows_packed() -> int:
-    """How many rows lie side by side: as many as numbers of 32 bits in a register (csrc/kernels.h)."""
+    """How many rows lie side by side: a register's numbers of 32 bits (csrc/kernels.h)."""
     extensions = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
     return 16 if has_code(("x86-64-v4",), extensions) else 8
 
