@@ -458,7 +458,7 @@ constexpr kernel kernels[] = {
       sizeof(block_q8_0),
       sizeof(opened_q8_0),
       { 1,
-        2 * n_few,  // tiles of 16 bits are dear to make
+        sizeof(opened_q8_0::q[0][0][0]) == 1 ? n_few : 2 * n_few,  // tiles of 16 bits are dear to make
         { multiply_few_q8_0<1>, multiply_few_q8_0<2>, multiply_few_q8_0<3>, multiply_few_q8_0<4> },
         open_q8_0,
         nullptr },
