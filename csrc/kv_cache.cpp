@@ -58,24 +58,21 @@ void kv_cache::allocate(ggml_context * ctx, ggml_backend_dev_t device, existence
     check_memory(device, n_bytes(device), what.c_str());
     const size_t mark = log_mark();
     buffers_.push_back(device == cpu_device()
-                           ? take(ctx)
+                           ? take(ctx, buft)
                            : ggml_backend_buffer_ptr(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)));
     check_answers(device);
     if (!buffers_.back()) {
+        const std::string why = device == cpu_device() ? "the system refuses so much" : log_since(mark);
         fail(SLOWAR_MEMORY, "no memory for %s (%.1f MiB) on %s: %s", what.c_str(), double(n_bytes(device)) / (1 << 20),
-             ggml_backend_dev_name(device), log_since(mark).c_str());
+             ggml_backend_dev_name(device), why.c_str());
     }
     ggml_backend_buffer_clear(buffers_.back().get(), 0);
 }
 
 // The tensors of a context, in host memory of our own.
-ggml_backend_buffer_ptr kv_cache::take(ggml_context * ctx) {
-    const size_t alignment = ggml_backend_buft_get_alignment(ggml_backend_cpu_buffer_type());
-    size_t       n_bytes   = 0;
-    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-        n_bytes += GGML_PAD(ggml_nbytes(t), alignment);
-    }
-    memory_ = take_memory(n_bytes);
+ggml_backend_buffer_ptr kv_cache::take(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    const size_t n_bytes = ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buft);
+    memory_              = take_memory(n_bytes);
     if (!memory_) {
         return nullptr;
     }

@@ -69,7 +69,7 @@ class kv_cache {
 
   private:
     void                    allocate(ggml_context * ctx, ggml_backend_dev_t device, existence how);
-    ggml_backend_buffer_ptr take(ggml_context * ctx);
+    ggml_backend_buffer_ptr take(ggml_context * ctx, ggml_backend_buffer_type_t buft);
     void                    check_devices() const;
     // Runs f(keys or values, offset and size of those positions of a layer) in the order of `read`.
     template <typename function_t> void each_layer(int32_t first, int32_t n, function_t f) const;
