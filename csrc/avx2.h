@@ -126,7 +126,7 @@ class q4_K {
     static constexpr int n_bytes   = 128;  // of numbers
     static constexpr int n_scales  = 8;
     static constexpr int n_offsets = 8;
-    static constexpr int most      = 15;
+    static constexpr int most      = 15;  // of a number
 
     explicit q4_K(const block & w) {
         uint64_t low;

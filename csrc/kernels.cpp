@@ -233,7 +233,7 @@ void open_eight(__m256i (&q)[8], int64_t lane, int64_t j, opened_q8_0 & to) {
 #    if defined(SLOWAR_HAS_VNNI)
     transpose(q);
     for (int k = 0; k < 8; k++) {
-        store(to.q[8 * j + k][lane], q[k] ^ _mm256_set1_epi8(char(0x80)));
+        store(to.q[8 * j + k][lane], lifted(q[k]));
     }
 #    else
     for (int h = 0; h < 2; h++) {
@@ -458,7 +458,7 @@ constexpr kernel kernels[] = {
       sizeof(block_q8_0),
       sizeof(opened_q8_0),
       { 1,
-        sizeof(opened_q8_0::q[0][0][0]) == 1 ? n_few : 2 * n_few,  // tiles of 16 bits are dear to make
+        opened_q8_0::n_direct,
         { multiply_few_q8_0<1>, multiply_few_q8_0<2>, multiply_few_q8_0<3>, multiply_few_q8_0<4> },
         open_q8_0,
         nullptr },

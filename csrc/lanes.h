@@ -8,6 +8,11 @@
 
 namespace slowar {
 
+// For a shuffle: each lane's four bytes in the order of the bytes of `which`; 0 for 0x80.
+inline __m128i four_lanes(uint32_t which) {
+    return _mm_or_si128(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0), _mm_set1_epi32(int(which)));
+}
+
 #    if defined(SLOWAR_HAS_VNNI)
 
 using ints   = __m512i;
@@ -49,10 +54,8 @@ constexpr int quads_at_once(int n_per_scale, int /*most*/) {
     return n_per_scale;
 }
 
-// Each lane's four bytes in the order of the bytes of `which`; 0 for 0x80.
 inline ints shuffle(ints v, uint32_t which) {
-    const __m128i lanes = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
-    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_or_si128(lanes, _mm_set1_epi32(int(which)))));
+    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(four_lanes(which)));
 }
 
 // Two numbers of 16 bits from their high bytes.
@@ -74,7 +77,7 @@ inline __m256i as_scales(__m256i v) {
 }
 
 // With a sign, w is lifted above 0 by 128, which 128 times the sum of x makes up for.
-inline ints lifted(ints w) {
+template <typename bytes_t> bytes_t lifted(bytes_t w) {
     return w ^ every_byte(char(0x80), w);
 }
 
@@ -143,8 +146,7 @@ constexpr int quads_at_once(int n_per_scale, int most) {
 }
 
 inline ints shuffle(ints v, uint32_t which) {
-    const __m128i lanes = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
-    return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_or_si128(lanes, _mm_set1_epi32(int(which)))));
+    return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(four_lanes(which)));
 }
 
 inline ints from_high_bytes(ints v) {
@@ -196,6 +198,9 @@ inline ints signed_pair(ints v, int i, int j) {
     return from_high_bytes(shuffle(v, 0x00800080u | uint32_t(j) << 24 | uint32_t(i) << 8));
 }
 
+// How many lie in what memory is asked for at once.
+constexpr int n_per_line = 64 / int(sizeof(ints));
+
 // Four bytes, or two numbers of 16 bits, in each lane.
 inline ints four_bytes(const void * p) {
     int32_t v;
@@ -221,12 +226,16 @@ template <typename format> struct alignas(64) opened_block {
 struct alignas(64) opened_q8_0 {
     uint8_t q[64][n_lanes][4];  // lifted
     float   d[8][n_lanes];
+
+    static constexpr int64_t n_direct = n_few;  // vectors for which rows of the file are not worth opening
 };
 #    else
-// Two numbers of 16 bits.
+// Two numbers of 16 bits, which are dear to make.
 struct alignas(64) opened_q8_0 {
     int16_t q[128][n_lanes][2];
     float   d[8][n_lanes];
+
+    static constexpr int64_t n_direct = 2 * n_few;
 };
 #    endif
 

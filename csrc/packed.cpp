@@ -202,7 +202,6 @@ template <typename packed, int n, int n_streams>
     constexpr int n_registers = format::n_bytes / 32 / n_steps;
     constexpr int n_per_scale = 64 / format::n_scales;
     constexpr int n_at_once   = n_quads<format>();
-    constexpr int n_per_line  = 64 / int(sizeof(ints));
 
     packed      one[n_streams];
     ints        total[n_streams][n], offset[n_streams][n];
@@ -274,7 +273,6 @@ template <int n, int n_streams>
 [[gnu::always_inline]] inline void add_packed_q8_0(const groups<packed_block_q8_0, n_streams> & from, int64_t i,
                                                    int64_t n_blocks, const rounded_block * y,
                                                    floats (&acc)[n_streams][n]) {
-    constexpr int n_per_line = 64 / int(sizeof(ints));
     for (int64_t j = 0; j < n_blocks; j++) {
         ints total[n_streams][n];
 #    pragma GCC unroll 8
