@@ -8,6 +8,7 @@
 
 // GCC 12 takes what its own AVX-512 intrinsics leave undefined for a mistake (its bug 105593).
 #    pragma GCC diagnostic push
+#    pragma GCC diagnostic ignored "-Wuninitialized"
 #    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #    include <immintrin.h>
 #    pragma GCC diagnostic pop
@@ -149,8 +150,6 @@ class q4_K {
 
     __m256i scales(int j) const { return _mm256_shuffle_epi8(twice, _mm256_set1_epi16(int16_t(0x0100 + 0x0202 * j))); }
 
-    __m128i all_scales() const { return both; }
-
     __m256i offsets() const {
         return _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_unpackhi_epi8(both, _mm_setzero_si128()), 0);
     }
@@ -204,8 +203,6 @@ class q6_K {
     }
 
     __m256i scales(int j) const { return spread(all, j); }
-
-    __m128i all_scales() const { return all; }
 
     __m256i offsets() const { return _mm256_cvtepi8_epi16(all); }
 

@@ -59,13 +59,38 @@ struct rows {
 // Rows times the first few vectors; the products of a vector are side by side, those of the next n_out behind them.
 using few_t = void (*)(const rows & w, const vectors & x, float * out, int64_t n_out);
 
-// Up to tile_rows rows, decoded, number by number side by side.
-using open_t = void (*)(const rows & w, char * tile);
+// Rows that are asked of memory while others are multiplied, a few lines at a time, n times in all: so they are in the
+// second-level cache when their turn comes, and what is read meanwhile need not wait behind them.
+class coming {
+  public:
+    coming(const rows & w, size_t row_bytes, int64_t n_times)
+        : w_(w), row_bytes_(row_bytes), n_lines_((int64_t((row_bytes + 63) / 64) * w.n + n_times - 1) / n_times) {}
 
-// The same times the first few vectors, added to what there is from blocks before these, if there are any. Meanwhile
-// memory is asked for the rows `next`.
-using many_t = void (*)(const rows & w, const char * tile, const rows & next, const vectors & x, bool adds, float * out,
-                        int64_t n_out);
+    void ask() {
+        for (int64_t n = n_lines_; n > 0 && r_ < w_.n; n--) {
+            asm volatile("prefetcht1 %0" : : "m"(w_.row(r_)[at_]));
+            at_ += 64;
+            if (at_ >= row_bytes_) {
+                at_ = 0;
+                r_++;
+            }
+        }
+    }
+
+  private:
+    rows    w_;
+    size_t  row_bytes_;
+    int64_t n_lines_;
+    int64_t r_  = 0;
+    size_t  at_ = 0;
+};
+
+// Rows in the form in which a tile has them, in the memory `tile` or where they lie already.
+using open_t = rows (*)(const rows & w, char * tile);
+
+// Opened rows, up to tile_rows, times the first few vectors, added to what there is from blocks before these, if there are
+// any. Meanwhile memory is asked for what comes next.
+using many_t = void (*)(const rows & w, coming & next, const vectors & x, bool adds, float * out, int64_t n_out);
 
 // Whole groups of rows from the file's layout.
 using pack_t = void (*)(const rows & w, char * to);
@@ -76,7 +101,8 @@ struct layout {
     int64_t n_direct;    // vectors for which rows are read as they lie; with more they are opened
     few_t   few[n_few];
     open_t  open;
-    pack_t  pack;  // nullptr: as in the file
+    size_t  opened_bytes;  // of n_lanes rows of 256 in a tile; 0: they lie so
+    pack_t  pack;          // nullptr: as in the file
 };
 
 struct kernel {
@@ -84,10 +110,9 @@ struct kernel {
     size_t         block_bytes;
     int64_t        n_per_256;      // blocks
     size_t         rounded_bytes;  // of ggml's blocks of vectors
-    size_t         opened_bytes;   // of n_lanes rows of 256
     layout         apart;          // one row behind the other, as in the file
     const layout * packed;         // n_lanes at a time, side by side
-    many_t         many[n_few];
+    const many_t * many;           // n_few of them
 };
 
 // ggml's formats of blocks, as its files have them and as it rounds vectors.

@@ -134,14 +134,14 @@ void multiply_tiles(const job & t, int64_t first, int64_t last) {
             const rows    w      = t.part(r, std::min(tile_rows, last - r), i, n_blocks);
             const bool    is_end = i + n_blocks >= t.w.n_blocks;
             const int64_t next_r = is_end ? r + tile_rows : r;
-            const rows    next =
-                next_r < t.w.n ? t.mixed(t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks)) : rows{};
-            t.lying.open(w, t.tile);
+            const rows    next_w =
+                next_r < t.w.n ? t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks) : rows{};
+            const int64_t n_times = (t.x.n_all + n_few - 1) / n_few * w.n_blocks * 8 / t.k.n_per_256;
+            coming        next(t.mixed(next_w), size_t(t.mixed(next_w).n_blocks) * t.k.block_bytes, n_times);
+            const rows    opened = t.lying.open(w, t.tile);
             for (int64_t v = 0; v < t.x.n_all; v += n_few) {
-                const int64_t end  = std::min<int64_t>(v + n_few, t.x.n_all);
-                const int64_t a    = next.n * v / t.x.n_all;  // each few vectors ask for their share
-                const rows    some = { next.row(a), next.stride, next.n * end / t.x.n_all - a, next.n_blocks };
-                t.k.many[end - v - 1](w, t.tile, some, t.x.from(v, i / t.k.n_per_256), i > 0, t.out + v * t.w.n + r,
+                const int64_t end = std::min<int64_t>(v + n_few, t.x.n_all);
+                t.k.many[end - v - 1](opened, next, t.x.from(v, i / t.k.n_per_256), i > 0, t.out + v * t.w.n + r,
                                       t.w.n);
             }
         }
@@ -163,9 +163,9 @@ void multiply_rows(const job & t, int64_t first, int64_t last) {
 
 // Of what each thread needs for products with n_x vectors.
 size_t tile_bytes(const ggml_tensor * w, int64_t n_x) {
-    const kernel & k        = *kernel_for(w->type);
+    const layout & lying    = layout_of(w, *kernel_for(w->type));
     const int64_t  n_blocks = std::min(tile_blocks, rounded_blocks(w->ne[0]));
-    return n_x > layout_of(w, k).n_direct ? size_t(tile_rows / n_lanes * n_blocks) * k.opened_bytes : 0;
+    return n_x > lying.n_direct ? size_t(tile_rows / n_lanes * n_blocks) * lying.opened_bytes : 0;
 }
 
 // Of those that rounded() made.
