@@ -33,7 +33,12 @@ struct block_q6_K {
     uint16_t d;
 };
 
-static_assert(sizeof(block_q4_K) == 144 && sizeof(block_q6_K) == 210, "as in the files");
+struct block_q8_0 {
+    uint16_t d;
+    int8_t   q[32];
+};
+
+static_assert(sizeof(block_q8_0) == 34 && sizeof(block_q4_K) == 144 && sizeof(block_q6_K) == 210, "as in the files");
 
 inline __m256i load(const void * p) {
     return _mm256_loadu_si256(static_cast<const __m256i *>(p));

@@ -4,14 +4,62 @@
 #include "tiles.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 
 namespace slowar {
 
 namespace {
 
 #ifdef SLOWAR_HAS_PRODUCTS
+
+// As ggml rounds to its Q8_K: the largest of 256 numbers, or the first of several, becomes -127.
+void round_k(const float * x, int64_t, rounded_block & to) {
+    const auto size = [x](int i) {
+        return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + i));
+    };
+    float  sizes[8];
+    __m256 largest = _mm256_setzero_ps();
+    for (int i = 0; i < 256; i += 8) {
+        largest = _mm256_max_ps(size(i), largest);
+    }
+    _mm256_storeu_ps(sizes, largest);
+    const float most = *std::max_element(sizes, sizes + 8);
+    to               = {};
+    if (most == 0.0f) {
+        return;
+    }
+    const float * first  = std::find_if(x, x + 256, [most](float v) { return std::fabs(v) == most; });
+    const __m256  factor = _mm256_set1_ps(-127.0f / *first);
+    for (int j = 0; j < 8; j++) {
+        const auto four = [x, j, factor](int i) {
+            return _mm256_cvtps_epi32(_mm256_mul_ps(factor, _mm256_loadu_ps(x + 32 * j + 8 * i)));
+        };
+        const __m256i sixteens =
+            _mm256_packs_epi16(_mm256_packs_epi32(four(0), four(1)), _mm256_packs_epi32(four(2), four(3)));
+        const __m256i q = _mm256_permutevar8x32_epi32(sixteens, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        store(to.q + 32 * j, q);
+        int64_t eights[4];
+        store(eights, _mm256_sad_epu8(q ^ every_byte(char(0x80), q), _mm256_setzero_si256()));
+        for (int h = 0; h < 2; h++) {
+            to.sums_16[2 * j + h] = int16_t(eights[2 * h] + eights[2 * h + 1] - 16 * 128);
+        }
+        to.sums_32[j] = int16_t(to.sums_16[2 * j] + to.sums_16[2 * j + 1]);
+    }
+    to.d = 1.0f / (-127.0f / *first);
+}
+
+void round_q8_0(const float * x, int64_t n, rounded_block & to) {
+    block_q8_0 b[8];
+    ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float(x, b, n);
+    for (int64_t j = 0; j < n / 32; j++) {
+        std::memcpy(to.q + 32 * j, b[j].q, sizeof(b[j].q));
+        to.factors[j] = ggml_fp16_to_fp32(b[j].d);
+        to.sums_32[j] = int16_t(std::accumulate(b[j].q, std::end(b[j].q), 0));
+    }
+}
 
 // How far ahead memory is asked for what comes next: 3 % better than twice as far.
 constexpr size_t ahead_bytes = 1024;
@@ -145,7 +193,7 @@ template <typename packed> constexpr kernel kernel_of(ggml_type type, const layo
     return { type,
              sizeof(typename format::block),
              1,
-             sizeof(block_q8_K),
+             round_k,
              { 1,
                n_few,
                { multiply_few<format, 1>, multiply_few<format, 2>, multiply_few<format, 3>, multiply_few<format, 4> },
@@ -162,7 +210,7 @@ constexpr kernel kernels[] = {
     { GGML_TYPE_Q8_0,
       sizeof(block_q8_0),
       8,
-      sizeof(block_q8_0),
+      round_q8_0,
       { 1,
         n_few,
         { multiply_few_q8_0<1>, multiply_few_q8_0<2>, multiply_few_q8_0<3>, multiply_few_q8_0<4> },
@@ -180,8 +228,7 @@ constexpr kernel kernels[] = { { GGML_TYPE_COUNT, 0, 0, 0, {}, nullptr, nullptr 
 
 const kernel * kernel_for(ggml_type type) {
     const auto it = std::find_if(std::begin(kernels), std::end(kernels), [type](const kernel & k) {
-        return k.type == type && k.block_bytes == ggml_type_size(type) &&
-               k.rounded_bytes == ggml_type_size(ggml_get_type_traits_cpu(type)->vec_dot_type);
+        return k.type == type && k.block_bytes == ggml_type_size(type);
     });
     return it == std::end(kernels) ? nullptr : it;
 }

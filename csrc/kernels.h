@@ -47,6 +47,9 @@ struct vectors {
     vectors from(int64_t v, int64_t i) const { return { block(i) + v, n_all }; }
 };
 
+// Up to 256 numbers of a vector.
+using round_t = void (*)(const float * x, int64_t n, rounded_block & to);
+
 struct rows {
     const char * at;
     size_t       stride;
@@ -108,27 +111,12 @@ struct layout {
 struct kernel {
     ggml_type      type;
     size_t         block_bytes;
-    int64_t        n_per_256;      // blocks
-    size_t         rounded_bytes;  // of ggml's blocks of vectors
-    layout         apart;          // one row behind the other, as in the file
-    const layout * packed;         // n_lanes at a time, side by side
-    const many_t * many;           // n_few of them
+    int64_t        n_per_256;  // blocks
+    round_t        round;
+    layout         apart;   // one row behind the other, as in the file
+    const layout * packed;  // n_lanes at a time, side by side
+    const many_t * many;    // n_few of them
 };
-
-// ggml's formats of blocks, as its files have them and as it rounds vectors.
-
-struct block_q8_K {
-    float   d;
-    int8_t  q[256];
-    int16_t sums[16];
-};
-
-struct block_q8_0 {
-    ggml_fp16_t d;
-    int8_t      q[32];
-};
-
-static_assert(sizeof(block_q8_K) == 292 && sizeof(block_q8_0) == 34, "as ggml has them");
 
 // nullptr: this type has none here.
 const kernel * kernel_for(ggml_type type);

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <iterator>
 #include <new>
-#include <numeric>
 
 namespace slowar {
 
@@ -30,35 +29,6 @@ constexpr size_t tile_alignment = 64;
 
 constexpr size_t lists_bytes = max_products * sizeof(work_list);
 
-// What ggml rounds vectors to for products with this type.
-ggml_type rounding_of(ggml_type type) {
-    return ggml_get_type_traits_cpu(type)->vec_dot_type;
-}
-
-// A vector's block of up to 256 numbers as ggml rounds them for products with this type.
-void round(ggml_type type, const float * x, int64_t n, rounded_block & to) {
-    const ggml_type rounded    = rounding_of(type);
-    const auto      from_float = ggml_get_type_traits_cpu(rounded)->from_float;
-    if (rounded == GGML_TYPE_Q8_0) {
-        block_q8_0 b[8];
-        from_float(x, b, n);
-        for (int64_t j = 0; j < n / 32; j++) {
-            std::memcpy(to.q + 32 * j, b[j].q, sizeof(b[j].q));
-            to.factors[j] = ggml_fp16_to_fp32(b[j].d);
-            to.sums_32[j] = int16_t(std::accumulate(b[j].q, std::end(b[j].q), 0));
-        }
-    } else {
-        block_q8_K b = {};  // ggml leaves the sums of a block of zeros as they were
-        from_float(x, &b, n);
-        std::memcpy(to.q, b.q, sizeof(b.q));
-        std::memcpy(to.sums_16, b.sums, sizeof(b.sums));
-        for (int j = 0; j < 8; j++) {
-            to.sums_32[j] = int16_t(b.sums[2 * j] + b.sums[2 * j + 1]);
-        }
-        to.d = b.d;
-    }
-}
-
 int64_t rounded_blocks(int64_t k) {
     return (k + 255) / 256;
 }
@@ -72,13 +42,14 @@ void run_rounded(ggml_tensor * dst, int ith, int nth, void * type) {
             new (out + size_t(i) * sizeof(work_list)) work_list{};
         }
     }
-    const vectors to = { reinterpret_cast<rounded_block *>(out + lists_bytes), x->ne[1] };
-    const int64_t n  = rounded_blocks(x->ne[0]) * to.n_all;
+    const kernel & k  = *kernel_for(ggml_type(reinterpret_cast<intptr_t>(type)));
+    const vectors  to = { reinterpret_cast<rounded_block *>(out + lists_bytes), x->ne[1] };
+    const int64_t  n  = rounded_blocks(x->ne[0]) * to.n_all;
     for (int64_t i = n * ith / nth; i < n * (ith + 1) / nth; i++) {
         const int64_t at   = i / to.n_all * 256;
         const int64_t v    = i % to.n_all;
         const auto *  from = reinterpret_cast<const float *>(static_cast<const char *>(x->data) + size_t(v) * x->nb[1]);
-        round(ggml_type(reinterpret_cast<intptr_t>(type)), from + at, std::min<int64_t>(256, x->ne[0] - at), to.at[i]);
+        k.round(from + at, std::min<int64_t>(256, x->ne[0] - at), to.at[i]);
     }
 }
 
