@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #if defined(__F16C__)
 #    include <immintrin.h>
@@ -100,7 +101,7 @@ struct shape {
     int64_t width;  // head_dim in whole lines
     int64_t n_head;
     int64_t n_head_kv;
-    int64_t n_tokens;
+    int64_t n_tokens;      // of each cache
     int64_t n_repeat;      // query heads of a KV head
     int64_t block_tokens;  // positions that read the cache together
     int64_t n_columns;     // query rows of a block, in whole vectors
@@ -110,21 +111,21 @@ struct shape {
     // Of the cache: the fewer blocks there are, the more pieces do threads need to have something to do.
     int64_t max_pieces() const { return (most_pieces + n_blocks() - 1) / n_blocks(); }
 
-    // As many as there can be at most for so many blocks or fewer.
-    int64_t n_partials() const { return n_blocks() + most_pieces - 1; }
+    // Of a cache's partials: as many as there can be at most for so many blocks or fewer.
+    int64_t partials_size() const { return (n_blocks() + most_pieces - 1) * partial_size(); }
 
     int64_t partial_size() const { return n_columns * (width + 2); }
 
     int64_t scratch() const { return n_columns * (width + tile) + tile * width; }
 };
 
-shape shape_of(const ggml_tensor * q, const ggml_tensor * k) {
+shape shape_of(const ggml_tensor * q, const ggml_tensor * k, int64_t n_caches) {
     shape s;
     s.head_dim     = q->ne[0];
     s.width        = GGML_PAD(s.head_dim, line_numbers);
     s.n_head       = q->ne[1];
     s.n_head_kv    = k->ne[0] / s.head_dim;
-    s.n_tokens     = q->ne[2];
+    s.n_tokens     = q->ne[2] / n_caches;
     s.n_repeat     = s.n_head / s.n_head_kv;
     s.block_tokens = std::clamp<int64_t>(block_columns / s.n_head, 1, s.n_tokens);
     s.n_columns    = GGML_PAD(s.block_tokens * s.n_head, lanes);
@@ -133,7 +134,7 @@ shape shape_of(const ggml_tensor * q, const ggml_tensor * k) {
 
 // Pieces that a cache of n_kv positions is cut into: never by how many threads there are, so that no result depends on
 // them.
-int64_t n_pieces(const shape & s, int64_t n_kv) {
+int64_t pieces_of(const shape & s, int64_t n_kv) {
     int64_t n = n_kv < 2 * lanes ? 1 : 2;
     while (n * 64 <= n_kv) {
         n *= 2;
@@ -148,10 +149,43 @@ struct partial {
     float * total;  // [n_columns]
 };
 
-partial partial_at(const shape & s, float * all, int64_t block, int64_t piece) {
-    float * at = all + (piece * s.n_blocks() + block) * s.partial_size();
-    return { at, at + s.n_columns * s.width, at + s.n_columns * (s.width + 1) };
+// What the node of pieces is made of.
+constexpr int src_q = 0, src_positions = 1, src_kv = 2;
+
+int64_t n_caches(const ggml_tensor * pieces) {
+    int64_t n = 0;
+    while (src_kv + 2 * n < GGML_MAX_SRC && pieces->src[src_kv + 2 * n]) {
+        n++;
+    }
+    return n;
 }
+
+shape shape_of(const ggml_tensor * pieces) {
+    return shape_of(pieces->src[src_q], pieces->src[src_kv], n_caches(pieces));
+}
+
+// The i-th cache, with the positions that look at it.
+struct task {
+    task(const shape & s, const ggml_tensor * pieces, const ggml_tensor * all_positions, int64_t i)
+        : k(pieces->src[src_kv + 2 * i]), v(pieces->src[src_kv + 2 * i + 1]), first(i * s.n_tokens),
+          positions(static_cast<const int32_t *>(all_positions->data) + first),
+          n_pieces(pieces_of(s, positions[s.n_tokens - 1] + 1)),
+          partials(static_cast<float *>(pieces->data) + i * s.partials_size()) {}
+
+    partial partial_at(const shape & s, int64_t block, int64_t piece) const {
+        float * at = partials + (piece * s.n_blocks() + block) * s.partial_size();
+        return { at, at + s.n_columns * s.width, at + s.n_columns * (s.width + 1) };
+    }
+
+    int64_t n_cached(const shape & s) const { return positions[s.n_tokens - 1] + 1; }
+
+    const ggml_tensor * k;
+    const ggml_tensor * v;
+    int64_t             first;  // of all positions
+    const int32_t *     positions;
+    int64_t             n_pieces;
+    float *             partials;
+};
 
 // A thread's own memory.
 struct room {
@@ -406,11 +440,12 @@ struct block {
     }
 };
 
-void scale(const shape & s, const ggml_tensor * q, const block & b, float * to) {
+void scale(const shape & s, const ggml_tensor * q, int64_t first, const block & b, float * to) {
     const float factor = 1.0f / std::sqrt(float(s.head_dim));
     for (int64_t t = b.t0; t < b.t0 + b.n_tokens; t++) {
         for (int64_t head = 0; head < s.n_head; head++) {
-            const char *  at   = static_cast<const char *>(q->data) + size_t(t) * q->nb[2] + size_t(head) * q->nb[1];
+            const char * at =
+                static_cast<const char *>(q->data) + size_t(first + t) * q->nb[2] + size_t(head) * q->nb[1];
             const float * from = reinterpret_cast<const float *>(at);
             float *       row  = to + b.column(s, t, head) * s.width;
             for (int64_t d = 0; d < s.width; d++) {
@@ -431,94 +466,99 @@ void hide(const shape & s, const block & b, const int32_t * positions, const slo
     }
 }
 
-int64_t n_cached(const shape & s, const ggml_tensor * positions) {
-    return static_cast<const int32_t *>(positions->data)[s.n_tokens - 1] + 1;
-}
-
 // One walk along a piece of the cache, in the order in which it lies.
-void attend(const shape & s, const ggml_tensor * dst, const block & b, int64_t piece, const room & own) {
-    const ggml_tensor * k         = dst->src[1];
-    const ggml_tensor * v         = dst->src[2];
-    const int32_t *     positions = static_cast<const int32_t *>(dst->src[3]->data);
-    float *             all       = static_cast<float *>(dst->data);
-    const partial       to        = partial_at(s, all, b.i, piece);
+void attend(const shape & s, const ggml_tensor * q, const task & of, const block & b, int64_t piece, const room & own) {
+    const partial to = of.partial_at(s, b.i, piece);
 
     std::fill_n(to.out, s.n_columns * s.width, 0.0f);
     std::fill_n(to.most, s.n_columns, -INFINITY);
     std::fill_n(to.total, s.n_columns, 0.0f);
-    scale(s, dst->src[0], b, own.q);
+    scale(s, q, of.first, b, own.q);
 
-    const int64_t n_kv    = n_cached(s, dst->src[3]);
-    const int64_t n_eight = (n_kv + lanes - 1) / lanes;
-    const int64_t n       = n_pieces(s, n_kv);
-    const int64_t begin   = n_eight * piece / n * lanes;
-    const int64_t end     = std::min<int64_t>(n_eight * (piece + 1) / n * lanes, positions[b.t0 + b.n_tokens - 1] + 1);
+    const int64_t n_eight = (of.n_cached(s) + lanes - 1) / lanes;
+    const int64_t n_seen  = of.positions[b.t0 + b.n_tokens - 1] + 1;
+    const int64_t begin   = n_eight * piece / of.n_pieces * lanes;
+    const int64_t end     = std::min<int64_t>(n_eight * (piece + 1) / of.n_pieces * lanes, n_seen);
     for (int64_t first = begin; first < end; first += tile) {
         const slots here = { first, std::min(tile, end - first) };
-        multiply_all<cached::keys>(s, own.q, b.n_rows, rows_of(k, here), own);
-        hide(s, b, positions, here, own.scores);
+        multiply_all<cached::keys>(s, own.q, b.n_rows, rows_of(of.k, here), own);
+        hide(s, b, of.positions, here, own.scores);
         soften(s, to, here.n, own.scores);
-        multiply_all<cached::values>(s, to.out, b.n_rows, rows_of(v, here), own);
+        multiply_all<cached::values>(s, to.out, b.n_rows, rows_of(of.v, here), own);
     }
 }
 
-// A thread's part of all pieces of all blocks.
+// A thread's part of all pieces of all blocks of all caches.
 void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
-    const shape   s   = shape_of(dst->src[0], dst->src[1]);
-    const int64_t n   = n_pieces(s, n_cached(s, dst->src[3]));
-    float *       all = static_cast<float *>(dst->data);
-    const room    own = room_at(s, all + s.n_partials() * s.partial_size() + ith * s.scratch());
+    const int64_t n_all = n_caches(dst);
+    const shape   s     = shape_of(dst);
+    const room    own   = room_at(s, static_cast<float *>(dst->data) + n_all * s.partials_size() + ith * s.scratch());
     // What lies between columns and between rows is read, though nothing comes of it.
     std::fill_n(own.scores, tile * s.n_columns, 0.0f);
     std::fill_n(own.rows, tile * s.width, 0.0f);
-    for (int64_t i = ith; i < s.n_blocks() * n; i += nth) {
-        attend(s, dst, block(s, i % s.n_blocks()), i / s.n_blocks(), own);
+    int64_t turn = 0;
+    for (int64_t c = 0; c < n_all; c++) {
+        const task of(s, dst, dst->src[src_positions], c);
+        for (int64_t i = 0; i < s.n_blocks() * of.n_pieces; i++, turn++) {
+            if (turn % nth == ith) {
+                attend(s, dst->src[src_q], of, block(s, i % s.n_blocks()), i / s.n_blocks(), own);
+            }
+        }
+    }
+}
+
+// A row of a block's sums, from all pieces.
+void join(const shape & s, const task & of, int64_t block, int64_t column, float * to) {
+    float most = -INFINITY;
+    for (int64_t p = 0; p < of.n_pieces; p++) {
+        most = std::max(most, of.partial_at(s, block, p).most[column]);
+    }
+    float share[most_pieces];
+    float total = 0.0f;
+    for (int64_t p = 0; p < of.n_pieces; p++) {
+        const partial from  = of.partial_at(s, block, p);
+        share[p]            = std::exp(from.most[column] - most);
+        total              += share[p] * from.total[column];
+    }
+    std::fill_n(to, s.head_dim, 0.0f);
+    for (int64_t p = 0; p < of.n_pieces; p++) {
+        const float * from = of.partial_at(s, block, p).out + column * s.width;
+        for (int64_t d = 0; d < s.head_dim; d++) {
+            to[d] += share[p] / total * from[d];
+        }
     }
 }
 
 // A thread's part of the sums of pieces, those of all heads of all positions.
 void run_joined(ggml_tensor * dst, int ith, int nth, void *) {
-    const shape   s      = shape_of(dst->src[1], dst->src[2]);
-    const int64_t n      = n_pieces(s, n_cached(s, dst->src[3]));
-    const int64_t n_rows = s.n_tokens * s.n_head;
-    for (int64_t i = n_rows * ith / nth; i < n_rows * (ith + 1) / nth; i++) {
-        const int64_t t      = i / s.n_head;
-        const int64_t b      = t / s.block_tokens;
-        const int64_t column = block(s, b).column(s, t, i % s.n_head);
-        const auto    piece  = [&](int64_t p) {
-            return partial_at(s, static_cast<float *>(dst->src[0]->data), b, p);
-        };
-        float most = -INFINITY;
-        for (int64_t p = 0; p < n; p++) {
-            most = std::max(most, piece(p).most[column]);
-        }
-        float share[most_pieces];
-        float total = 0.0f;
-        for (int64_t p = 0; p < n; p++) {
-            share[p]  = std::exp(piece(p).most[column] - most);
-            total    += share[p] * piece(p).total[column];
-        }
-        float * to = static_cast<float *>(dst->data) + i * s.head_dim;
-        std::fill_n(to, s.head_dim, 0.0f);
-        for (int64_t p = 0; p < n; p++) {
-            const float * from = piece(p).out + column * s.width;
-            for (int64_t d = 0; d < s.head_dim; d++) {
-                to[d] += share[p] / total * from[d];
-            }
+    const ggml_tensor * pieces = dst->src[0];
+    const shape         s      = shape_of(pieces);
+    const int64_t       n_rows = s.n_tokens * s.n_head;
+    for (int64_t c = 0; c < n_caches(pieces); c++) {
+        const task of(s, pieces, dst->src[1], c);
+        for (int64_t i = n_rows * ith / nth; i < n_rows * (ith + 1) / nth; i++) {
+            const int64_t t = i / s.n_head;
+            const int64_t b = t / s.block_tokens;
+            join(s, of, b, block(s, b).column(s, t, i % s.n_head),
+                 static_cast<float *>(dst->data) + (c * n_rows + i) * s.head_dim);
         }
     }
 }
 
 }  // namespace
 
-ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const kv & stored, ggml_tensor * positions,
-                            int n_threads) {
-    const shape   s       = shape_of(q, stored.k);
-    const int64_t n_all   = s.n_partials() * s.partial_size() + n_threads * s.scratch();
-    ggml_tensor * from[]  = { q, stored.k, stored.v, positions };
-    ggml_tensor * pieces  = ggml_custom_4d(ctx, GGML_TYPE_F32, n_all, 1, 1, 1, from, 4, run_pieces, n_threads, nullptr);
-    ggml_tensor * parts[] = { pieces, q, stored.k, positions };
-    return ggml_custom_4d(ctx, GGML_TYPE_F32, s.n_head * s.head_dim, s.n_tokens, 1, 1, parts, 4, run_joined, n_threads,
+ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const std::vector<kv> & stored,
+                            ggml_tensor * positions, int n_threads) {
+    const shape                s     = shape_of(q, stored[0].k, int64_t(stored.size()));
+    const int64_t              n_all = int64_t(stored.size()) * s.partials_size() + n_threads * s.scratch();
+    std::vector<ggml_tensor *> from  = { q, positions };
+    for (const kv & one : stored) {
+        from.insert(from.end(), { one.k, one.v });
+    }
+    ggml_tensor * pieces = ggml_custom_4d(ctx, GGML_TYPE_F32, n_all, 1, 1, 1, from.data(), int(from.size()), run_pieces,
+                                          n_threads, nullptr);
+    ggml_tensor * parts[] = { pieces, positions };
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, s.n_head * s.head_dim, q->ne[2], 1, 1, parts, 2, run_joined, n_threads,
                           nullptr);
 }
 

@@ -8,13 +8,18 @@
 
 #include "kv_cache.h"
 
+#include <vector>
+
 namespace slowar {
 
-// q          F32 [head_dim, n_head, n_tokens]
-// stored     a layer's cache, any type with rows ggml can convert: [head_dim*n_head_kv, n_slots]
-// positions  I32 [n_tokens], ascending by one; position p sees slots 0 .. p
+// As many caches at once as a custom node of ggml takes, which are fewer than GGML_MAX_SRC tensors, beside queries and positions.
+constexpr size_t max_caches = (GGML_MAX_SRC - 1 - 2) / 2;
+
+// q          F32 [head_dim, n_head, n_tokens], equally many for each cache
+// stored     a layer's caches, any type with rows ggml can convert: [head_dim*n_head_kv, n_slots]
+// positions  I32 [n_tokens], ascending by one for each cache; position p sees slots 0 .. p
 // result     F32 [head_dim*n_head, n_tokens]
-ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const kv & stored, ggml_tensor * positions,
-                            int n_threads);
+ggml_tensor * cpu_attention(ggml_context * ctx, ggml_tensor * q, const std::vector<kv> & stored,
+                            ggml_tensor * positions, int n_threads);
 
 }  // namespace slowar

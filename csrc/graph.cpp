@@ -213,10 +213,14 @@ class builder {
 
         std::vector<ggml_tensor *> o;
         first = 0;
-        for (size_t i = 0; i < stored.size(); i++) {
-            const int n = only_last(il) ? 1 : shape.segments[i].n_tokens;
-            o.push_back(attend_flash({ part(all.q, 2, first, n), part(all.positions, 0, first, n) }, stored[i], i, il));
-            first += n;
+        for (size_t i = 0; i < stored.size();) {
+            const int     n_each = only_last(il) ? 1 : shape.segments[i].n_tokens;
+            const size_t  n      = n_alike(i, il);
+            const int64_t n_all  = int64_t(n) * n_each;
+            const queries those  = { part(all.q, 2, first, n_all), part(all.positions, 0, first, n_all) };
+            o.push_back(attend_flash(those, { &stored[i], &stored[i] + n }, i, il));
+            first += int(n_all);
+            i     += n;
         }
         return named(joined(o.data(), o.size()), "attn_out", il);  // [q_size, n_tokens or n segments]
     }
@@ -226,16 +230,31 @@ class builder {
         ggml_tensor * positions;  // [n]
     };
 
-    // The last positions of segment i, those that `from` has, over its cache.
-    ggml_tensor * attend_flash(const queries & from, const kv & stored, size_t i, int il) {
+    bool is_ours(const segment & s, int il) const {
+        return s.attention == attention_path::cpu && s.cache->is_on_cpu(il);
+    }
+
+    // How many segments from the i-th on one node can attend to: on the CPU, with as many positions each.
+    size_t n_alike(size_t i, int il) const {
+        const auto & s   = shape.segments;
+        size_t       end = i + 1;
+        while (end < s.size() && end - i < max_caches && is_ours(s[i], il) && is_ours(s[end], il) &&
+               (only_last(il) || s[end].n_tokens == s[i].n_tokens)) {
+            end++;
+        }
+        return end - i;
+    }
+
+    // The last positions of segments from the i-th on, those that `from` has, over their caches.
+    ggml_tensor * attend_flash(const queries & from, const std::vector<kv> & stored, size_t i, int il) {
         const segment & s = shape.segments[i];
         const int64_t   n = from.q->ne[2];
-        if (s.attention == attention_path::cpu && s.cache->is_on_cpu(il)) {
+        if (is_ours(s, il)) {
             return cpu_attention(ctx, from.q, stored, from.positions, with.n_threads);
         }
         ggml_tensor * mask = part(out.in.masks[i], 1, int(s.n_tokens - n), n);
-        ggml_tensor * o    = ggml_flash_attn_ext(ctx, ggml_permute(ctx, from.q, 0, 2, 1, 3), seen(stored.k, s),
-                                                 seen(stored.v, s), mask, attn_scale(), /*max_bias =*/0.0f,
+        ggml_tensor * o    = ggml_flash_attn_ext(ctx, ggml_permute(ctx, from.q, 0, 2, 1, 3), seen(stored[0].k, s),
+                                                 seen(stored[0].v, s), mask, attn_scale(), /*max_bias =*/0.0f,
                                                  /*logit_softcap =*/0.0f);
         ggml_prec_set_acc(o, GGML_PREC_F32);
         return ggml_reshape_2d(ctx, o, c.q_size(), o->ne[2]);
