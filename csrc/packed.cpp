@@ -173,7 +173,7 @@ template <typename packed, int n> void multiply_few(const rows & w, const vector
 
 template <typename packed> constexpr layout layout_of() {
     return { n_lanes,
-             lies_opened<packed> ? n_few : 2 * n_few,
+             lies_opened<packed> ? n_few / 2 : 2 * n_few,
              { multiply_few<packed, 1>, multiply_few<packed, 2>, multiply_few<packed, 3>, multiply_few<packed, 4> },
              open_packed<packed>,
              lies_opened<packed> ? 0 : opened_bytes<packed>,
