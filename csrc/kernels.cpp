@@ -195,7 +195,7 @@ template <typename packed> constexpr kernel kernel_of(ggml_type type, const layo
              1,
              round_k,
              { 1,
-               n_few,
+               lies_opened<packed> ? n_few / 2 : n_few,
                { multiply_few<format, 1>, multiply_few<format, 2>, multiply_few<format, 3>, multiply_few<format, 4> },
                open_file<packed>,
                opened_bytes<packed>,
