@@ -221,7 +221,7 @@ constexpr kernel kernels[] = {
       multiply<packed_q8_0> },
 };
 #else
-constexpr kernel kernels[] = { { GGML_TYPE_COUNT, 0, 0, 0, {}, nullptr, nullptr } };
+constexpr kernel kernels[] = { { GGML_TYPE_COUNT, 0, 0, nullptr, {}, nullptr, nullptr } };
 #endif
 
 }  // namespace

@@ -69,16 +69,7 @@ class coming {
     coming(const rows & w, size_t row_bytes, int64_t n_times)
         : w_(w), row_bytes_(row_bytes), n_lines_((int64_t((row_bytes + 63) / 64) * w.n + n_times - 1) / n_times) {}
 
-    void ask() {
-        for (int64_t n = n_lines_; n > 0 && r_ < w_.n; n--) {
-            asm volatile("prefetcht1 %0" : : "m"(w_.row(r_)[at_]));
-            at_ += 64;
-            if (at_ >= row_bytes_) {
-                at_ = 0;
-                r_++;
-            }
-        }
-    }
+    void ask();
 
   private:
     rows    w_;

@@ -113,6 +113,17 @@ template <typename packed> rows open_packed(const rows & w, char * tile) {
     }
 }
 
+inline void coming::ask() {
+    for (int64_t n = n_lines_; n > 0 && r_ < w_.n; n--) {
+        asm volatile("prefetcht1 %0" : : "m"(w_.row(r_)[at_]));
+        at_ += 64;
+        if (at_ >= row_bytes_) {
+            at_ = 0;
+            r_++;
+        }
+    }
+}
+
 // The lanes' products with a vector, those that there are.
 
 inline floats begin(const rows & w, int64_t first, bool adds, const float * out) {
