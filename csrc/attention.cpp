@@ -164,12 +164,11 @@ shape shape_of(const ggml_tensor * pieces) {
     return shape_of(pieces->src[src_q], pieces->src[src_kv], n_caches(pieces));
 }
 
-// The i-th cache, with the positions that look at it.
-struct task {
-    task(const shape & s, const ggml_tensor * pieces, const ggml_tensor * all_positions, int64_t i)
+// The i-th cache, with the positions that attend to it.
+struct attended {
+    attended(const shape & s, const ggml_tensor * pieces, const ggml_tensor * all_positions, int64_t i)
         : k(pieces->src[src_kv + 2 * i]), v(pieces->src[src_kv + 2 * i + 1]), first(i * s.n_tokens),
-          positions(static_cast<const int32_t *>(all_positions->data) + first),
-          n_pieces(pieces_of(s, positions[s.n_tokens - 1] + 1)),
+          positions(static_cast<const int32_t *>(all_positions->data) + first), n_pieces(pieces_of(s, n_cached(s))),
           partials(static_cast<float *>(pieces->data) + i * s.partials_size()) {}
 
     partial partial_at(const shape & s, int64_t block, int64_t piece) const {
@@ -467,7 +466,8 @@ void hide(const shape & s, const block & b, const int32_t * positions, const slo
 }
 
 // One walk along a piece of the cache, in the order in which it lies.
-void attend(const shape & s, const ggml_tensor * q, const task & of, const block & b, int64_t piece, const room & own) {
+void attend(const shape & s, const ggml_tensor * q, const attended & of, const block & b, int64_t piece,
+            const room & own) {
     const partial to = of.partial_at(s, b.i, piece);
 
     std::fill_n(to.out, s.n_columns * s.width, 0.0f);
@@ -498,7 +498,7 @@ void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
     std::fill_n(own.rows, tile * s.width, 0.0f);
     int64_t turn = 0;
     for (int64_t c = 0; c < n_all; c++) {
-        const task of(s, dst, dst->src[src_positions], c);
+        const attended of(s, dst, dst->src[src_positions], c);
         for (int64_t i = 0; i < s.n_blocks() * of.n_pieces; i++, turn++) {
             if (turn % nth == ith) {
                 attend(s, dst->src[src_q], of, block(s, i % s.n_blocks()), i / s.n_blocks(), own);
@@ -508,7 +508,7 @@ void run_pieces(ggml_tensor * dst, int ith, int nth, void *) {
 }
 
 // A row of a block's sums, from all pieces.
-void join(const shape & s, const task & of, int64_t block, int64_t column, float * to) {
+void join(const shape & s, const attended & of, int64_t block, int64_t column, float * to) {
     float most = -INFINITY;
     for (int64_t p = 0; p < of.n_pieces; p++) {
         most = std::max(most, of.partial_at(s, block, p).most[column]);
@@ -535,7 +535,7 @@ void run_joined(ggml_tensor * dst, int ith, int nth, void *) {
     const shape         s      = shape_of(pieces);
     const int64_t       n_rows = s.n_tokens * s.n_head;
     for (int64_t c = 0; c < n_caches(pieces); c++) {
-        const task of(s, pieces, dst->src[1], c);
+        const attended of(s, pieces, dst->src[1], c);
         for (int64_t i = n_rows * ith / nth; i < n_rows * (ith + 1) / nth; i++) {
             const int64_t t = i / s.n_head;
             const int64_t b = t / s.block_tokens;

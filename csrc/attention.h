@@ -1,4 +1,4 @@
-// Attention over a KV cache, on the CPU, as two nodes of a graph: pieces of the cache, which threads share, and their sum.
+// Attention over KV caches, on the CPU, as two nodes of a graph: pieces of the caches, which threads share, and their sums.
 //
 // ggml's flash attention converts every cached row once for each query head that reads it, and for few positions it sums
 // the values of an F16 cache in F16. Here a row is converted once for all the heads that share it, and for several
@@ -12,7 +12,7 @@
 
 namespace slowar {
 
-// As many caches at once as a custom node of ggml takes, which are fewer than GGML_MAX_SRC tensors, beside queries and positions.
+// A custom node of ggml takes fewer than GGML_MAX_SRC tensors; two are queries and positions.
 constexpr size_t max_caches = (GGML_MAX_SRC - 1 - 2) / 2;
 
 // q          F32 [head_dim, n_head, n_tokens], equally many for each cache

@@ -230,7 +230,7 @@ class builder {
         ggml_tensor * positions;  // [n]
     };
 
-    bool is_ours(const segment & s, int il) const {
+    bool has_our_attention(const segment & s, int il) const {
         return s.attention == attention_path::cpu && s.cache->is_on_cpu(il);
     }
 
@@ -238,7 +238,7 @@ class builder {
     size_t n_alike(size_t i, int il) const {
         const auto & s   = shape.segments;
         size_t       end = i + 1;
-        while (end < s.size() && end - i < max_caches && is_ours(s[i], il) && is_ours(s[end], il) &&
+        while (end < s.size() && end - i < max_caches && has_our_attention(s[i], il) && has_our_attention(s[end], il) &&
                (only_last(il) || s[end].n_tokens == s[i].n_tokens)) {
             end++;
         }
@@ -249,7 +249,7 @@ class builder {
     ggml_tensor * attend_flash(const queries & from, const std::vector<kv> & stored, size_t i, int il) {
         const segment & s = shape.segments[i];
         const int64_t   n = from.q->ne[2];
-        if (is_ours(s, il)) {
+        if (has_our_attention(s, il)) {
             return cpu_attention(ctx, from.q, stored, from.positions, with.n_threads);
         }
         ggml_tensor * mask = part(out.in.masks[i], 1, int(s.n_tokens - n), n);

@@ -15,7 +15,8 @@ namespace {
 
 #ifdef SLOWAR_HAS_PRODUCTS
 
-// As ggml rounds to its Q8_K: the largest of 256 numbers, or the first of several, becomes -127.
+// As ggml rounds to its Q8_K, but for what is all but halfway between two numbers: the largest of 256, or the first of
+// several, becomes -127.
 void round_k(const float * x, int64_t, rounded_block & to) {
     const auto size = [x](int i) {
         return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + i));

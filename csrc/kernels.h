@@ -16,8 +16,8 @@ namespace slowar {
 // Vectors that rows are multiplied by at once: their sums have to stay in registers, beside what they are made of.
 constexpr int n_few = 4;
 
-// With more vectors rows are decoded once for all of them, a tile of so many rows and blocks of 256 at a time, which
-// stays in the second-level cache.
+// With more vectors, each few of them are multiplied by a tile of so many rows and blocks of 256, which stays in the
+// second-level cache.
 #if defined(SLOWAR_HAS_VNNI)
 constexpr int64_t n_lanes = 16;  // numbers of 32 bits in a register, each of another row
 #else

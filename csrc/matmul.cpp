@@ -1,14 +1,11 @@
 #include "matmul.h"
 
 #include "ggml-backend.h"
-#include "ggml-cpu.h"
 #include "kernels.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <iterator>
 #include <new>
 
 namespace slowar {
@@ -106,9 +103,9 @@ void multiply_tiles(const job & t, int64_t first, int64_t last) {
             const bool    is_end = i + n_blocks >= t.w.n_blocks;
             const int64_t next_r = is_end ? r + tile_rows : r;
             const rows    next_w =
-                next_r < t.w.n ? t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks) : rows{};
+                next_r < t.w.n ? t.mixed(t.part(next_r, tile_rows, is_end ? 0 : i + n_blocks, n_blocks)) : rows{};
             const int64_t n_times = (t.x.n_all + n_few - 1) / n_few * w.n_blocks * 8 / t.k.n_per_256;
-            coming        next(t.mixed(next_w), size_t(t.mixed(next_w).n_blocks) * t.k.block_bytes, n_times);
+            coming        next(next_w, size_t(next_w.n_blocks) * t.k.block_bytes, n_times);
             const rows    opened = t.lying.open(w, t.tile);
             for (int64_t v = 0; v < t.x.n_all; v += n_few) {
                 const int64_t end = std::min<int64_t>(v + n_few, t.x.n_all);

@@ -30,8 +30,6 @@ template <typename packed> class opened {
         float   d_offset[n_lanes];
     };
 
-    opened() = default;
-
     explicit opened(const block & w) : w_(&w) {}
 
     ints scales(int s) const { return load_ints(w_->scales[s]); }
