@@ -213,11 +213,14 @@ def test_positions_together_are_positions_alone(ours: slowar.Model) -> None:
     """The bits of a product are those that it has alone."""
     prompt = make_prompt(CONFIG, 23)
     with ours.session(64, n_threads=2) as session:
-        _, together = session.trace(prompt, ["qkv-0"])
-        for i in (0, 9, 22):
+        alone = []
+        for i in range(23):
             session.reset()
-            _, alone = session.trace(prompt[:, i : i + 1], ["qkv-0"])
-            np.testing.assert_array_equal(together["qkv-0"][i], alone["qkv-0"][0])
+            alone.append(session.trace(prompt[:, i : i + 1], ["qkv-0"])[1]["qkv-0"][0])
+        for n in (2, 3, 4, 5, 8, 9, 23):  # on both sides of where one way to multiply ends
+            session.reset()
+            _, together = session.trace(prompt[:, :n], ["qkv-0"])
+            np.testing.assert_array_equal(together["qkv-0"], alone[:n])
 
 
 def test_sessions_together_are_sessions_alone(ours: slowar.Model) -> None:
@@ -239,7 +242,7 @@ def together_is_alone(model: slowar.Model, ids: tuple[int, ...] | None, stack: E
     for session, prompt in zip(sessions, prompts, strict=True):
         session.prefill(prompt[:, :-1])
         alone.append(session.step(prompt[:, -1]))
-    for n in (2, 3, 4, 7, 17):
+    for n in (2, 3, 4, 6, 7, 17):
         for session, prompt in zip(sessions, prompts, strict=True):
             session.rewind(prompt.shape[1] - 1)
         rows = np.stack([prompt[:, -1] for prompt in prompts[:n]])
