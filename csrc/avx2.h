@@ -155,15 +155,11 @@ class q4_K {
 
     __m256i scales(int j) const { return _mm256_shuffle_epi8(twice, _mm256_set1_epi16(int16_t(0x0100 + 0x0202 * j))); }
 
-    __m256i offsets() const {
-        return _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_unpackhi_epi8(both, _mm_setzero_si128()), 0);
-    }
-
     static const int16_t * sums_of(const rounded_block & y) { return y.sums_32; }
 
     // Offsets by sums, in four parts.
     __m128i offset(const rounded_block & y) const {
-        return _mm_madd_epi16(_mm256_castsi256_si128(offsets()),
+        return _mm_madd_epi16(_mm_unpackhi_epi8(both, _mm_setzero_si128()),
                               _mm_load_si128(reinterpret_cast<const __m128i *>(y.sums_32)));
     }
 
@@ -209,12 +205,10 @@ class q6_K {
 
     __m256i scales(int j) const { return spread(all, j); }
 
-    __m256i offsets() const { return _mm256_cvtepi8_epi16(all); }
-
     static const int16_t * sums_of(const rounded_block & y) { return y.sums_16; }
 
     __m128i offset(const rounded_block & y) const {
-        const __m256i v = _mm256_madd_epi16(offsets(), load(y.sums_16));
+        const __m256i v = _mm256_madd_epi16(_mm256_cvtepi8_epi16(all), load(y.sums_16));
         return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     }
 

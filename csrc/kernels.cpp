@@ -189,15 +189,24 @@ template <typename packed>
 constexpr many_t multiply[n_few] = { multiply_many<packed, 1>, multiply_many<packed, 2>, multiply_many<packed, 3>,
                                      multiply_many<packed, 4> };
 
+template <typename packed> constexpr int n_direct = lies_opened<packed> ? n_few / 2 : n_few;
+
+template <typename packed, int n> constexpr few_t few() {
+    if constexpr (n <= n_direct<packed>) {
+        return multiply_few<typename packed::format, n>;
+    } else {
+        return nullptr;
+    }
+}
+
 template <typename packed> constexpr kernel kernel_of(ggml_type type, const layout * packed_rows) {
-    using format = typename packed::format;
     return { type,
-             sizeof(typename format::block),
+             sizeof(typename packed::file_block),
              1,
              round_k,
              { 1,
-               lies_opened<packed> ? n_few / 2 : n_few,
-               { multiply_few<format, 1>, multiply_few<format, 2>, multiply_few<format, 3>, multiply_few<format, 4> },
+               n_direct<packed>,
+               { few<packed, 1>(), few<packed, 2>(), few<packed, 3>(), few<packed, 4>() },
                open_file<packed>,
                opened_bytes<packed>,
                nullptr },

@@ -16,8 +16,8 @@ namespace slowar {
 // Vectors that rows are multiplied by at once: their sums have to stay in registers, beside what they are made of.
 constexpr int n_few = 4;
 
-// With more vectors, each few of them are multiplied by a tile of so many rows and blocks of 256, which stays in the
-// second-level cache.
+// With more than a layout's n_direct, each few of them are multiplied by a tile of so many rows and blocks of 256, which
+// stays in the second-level cache.
 #if defined(SLOWAR_HAS_VNNI)
 constexpr int64_t n_lanes = 16;  // numbers of 32 bits in a register, each of another row
 #else
@@ -69,7 +69,7 @@ class coming {
     coming(const rows & w, size_t row_bytes, int64_t n_times)
         : w_(w), row_bytes_(row_bytes), n_lines_((int64_t((row_bytes + 63) / 64) * w.n + n_times - 1) / n_times) {}
 
-    void ask();
+    inline void ask();
 
   private:
     rows    w_;

@@ -76,16 +76,8 @@ inline ints signed_scale(ints v, int i) {
 }
 
 // With a sign, w is lifted above 0 by 128, which 128 times the sum of x makes up for.
-template <typename bytes_t> bytes_t lifted(bytes_t w) {
-    return w ^ every_byte(char(0x80), w);
-}
-
-inline ints lifted_start(int sum_x) {
-    return every(-128 * sum_x);
-}
-
 inline ints add_four_signed(bool is_first, ints sum, ints w, ints x, int sum_x) {
-    return _mm512_dpbusd_epi32(is_first ? lifted_start(sum_x) : sum, lifted(w), x);
+    return _mm512_dpbusd_epi32(is_first ? every(-128 * sum_x) : sum, w ^ every_byte(char(0x80), w), x);
 }
 
 // Sixteen bytes of every fourth row.

@@ -1,10 +1,10 @@
 // Products of quantized matrices with vectors, on the CPU, as nodes of a graph.
 //
 // A step reads every weight once and multiplies it by one number or a few. ggml leaves it to the processor to see what
-// will be read next, which gets two thirds of the memory's bandwidth on a CPU that is busy decoding; here rows are
-// read at a time from several places, and each is asked for while what lies before it is multiplied. A few vectors share
-// a row as it is read; for more of them rows lie side by side with their neighbours, or are brought to lie so, so that a
-// register holds a number of each and no sum is ever taken across it.
+// will be read next, which gets two thirds of the memory's bandwidth on a CPU that is busy decoding; here several rows
+// are read at a time, from as many places, and each is asked for while what lies before it is multiplied. A few vectors
+// share a row as it is read; for more of them rows lie side by side with their neighbours, or are brought to lie so, so
+// that a register holds a number of each and no sum is ever taken across it.
 // The numbers are ggml's, but for ties: its rounding of the vectors to 8 bits, its exact sums of integers within a block.
 // A product has the same bits, however many vectors there are and whoever computes it.
 #pragma once

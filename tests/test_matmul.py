@@ -26,12 +26,12 @@ from pyggml_slowar.make_model import TINY, make_model
 
 Floats = npt.NDArray[np.float64]
 
-# Rows of seventeen blocks of 256, one more than a tile has. The head has 300 rows: no multiple of a
-# tile's 16, and the last ones fill half a register.
+# Rows of seventeen blocks of 256, one more than a tile has. The head has 316 rows: no multiple of a
+# tile's 16 or 32, and the last ones fill a part of the tile's second register.
 CONFIG = replace(
     TINY,
     n_ctx=256,
-    n_vocab=300,
+    n_vocab=316,
     n_embd=4352,
     n_ff=256,
     n_layer=2,
@@ -43,9 +43,8 @@ CONFIG = replace(
     semantic_end_id=215,
 )
 
-# Vectors at once. One to four share a row that is decoded as it is read; from five on rows are
-# decoded into tiles, which are multiplied by four of them at a time. Packed rows are read as they
-# lie for up to 8 vectors, Q8_0 for up to 32.
+# Vectors at once. Up to n_direct of a layout (2, 4 or 8, csrc/kernels.h) are multiplied by rows as
+# these lie; for more of them rows are brought into tiles, which are multiplied by four at a time.
 COUNTS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 24, 27, 40)
 
 TYPES = ("q4_k", "q6_k", "q8_0")
@@ -271,7 +270,7 @@ def test_many_extra_ids(tmp_path: Path) -> None:
     config = replace(CONFIG, n_layer=1, n_codebook=1, n_embd=256, n_head=4, n_head_kv=4)
     path = tmp_path / "ids.gguf"
     make_model(path, config, "q8_0", seed=6, fast=None)
-    ids = tuple(i for i in range(300) if not 200 <= i <= 215)[:256]
+    ids = tuple(i for i in range(316) if not 200 <= i <= 215)[:256]
     with slowar.Model(path, backend="cpu") as one:
         with one.session(80, extra_ids=ids, logits="semantic") as session:
             session.prefill(make_prompt(config, 64))
